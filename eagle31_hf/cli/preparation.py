@@ -2,14 +2,15 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.servers import EngineOptions, Patience
-from ..training.store import check_store_folder
+from ..training.store import MANIFEST, check_store_folder
 from . import resuming
-from .loading import load_causal_lm, load_outline, load_tokenizer
+from .loading import load_tokenizer
 from .pairs import sampling_options
 from .parsing import (
     DTYPES,
@@ -32,10 +33,10 @@ from .parsing import (
     temperature,
     top_p,
 )
+from .target import QUANTIZATIONS, target_for
 
-QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 SAMPLING = ("top_p", "top_k")  # of generate()
-ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option")
+ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option", "engine_states_folder")
 
 
 def prepare_data(args: argparse.Namespace) -> int:
@@ -46,10 +47,11 @@ def prepare_data(args: argparse.Namespace) -> int:
         )
     options = _options(args)
     check_store_folder(args.output)
-    progress(f"loading {args.target}" if needs_weights(args) else f"reading the configs of {args.target}")
     tokenizer = load_tokenizer(args.target, args.revision)
-    target = load_target(args) if needs_weights(args) else load_outline(args.target, args.revision, args.dtype)
-    prepared = prepare(target, tokenizer, args.data, args.output, options, part=args.part, progress=progress)
+    target, states_by = target_for(args, options, is_new=not Path(args.output, MANIFEST).is_file())
+    prepared = prepare(
+        target, tokenizer, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
+    )
     report = asdict(prepared)
     show(args, report, "\n".join(_lines(report)))
     return 0
@@ -57,7 +59,7 @@ def prepare_data(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Any:
     """Returns the options of the data. Raises ValueError for those that do not go together."""
-    options = data_options(
+    return data_options(
         args,
         mask=args.mask,
         template_augmentation=args.template_augmentation,
@@ -68,9 +70,6 @@ def _options(args: argparse.Namespace) -> Any:
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
     )
-    if not needs_weights(args):
-        _refuse_loading(args)
-    return options
 
 
 def data_options(args: argparse.Namespace, **others: Any) -> Any:
@@ -107,11 +106,12 @@ def engine_options(args: argparse.Namespace) -> Any:
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
         return None
-    if not is_regenerated(args):
-        raise ValueError("--engine gives the target's own answers; expected --regenerate too.")
+    if not (is_regenerated(args) or wants_states(args)):
+        raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
     patience = Patience() if args.engine_timeout is None else Patience(timeout=args.engine_timeout)
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
-    return EngineOptions(tuple(args.engine), patience=patience, settings=dict(args.engine_option), **requests)
+    settings = {"settings": dict(args.engine_option), "states_folder": args.engine_states_folder}
+    return EngineOptions(tuple(args.engine), patience=patience, **settings, **requests)
 
 
 def is_regenerated(args: argparse.Namespace) -> bool:
@@ -119,40 +119,9 @@ def is_regenerated(args: argparse.Namespace) -> bool:
     return bool(args.regenerate or args.self_prompts)
 
 
-def needs_weights(args: argparse.Namespace) -> bool:
-    """Returns True where the target itself runs here."""
-    return args.engine is None or args.states
-
-
-def _refuse_loading(args: argparse.Namespace) -> None:
-    """Raises ValueError for an option of `add_loading` that means nothing where the target is not loaded."""
-    given = {"--device-map": args.device_map, "--tensor-parallel": args.tensor_parallel, "--load-in": args.load_in}
-    for option, value in given.items():
-        if value:
-            raise ValueError(
-                f"{option} says how to load the target here, where --engine answers in its place; expected one of the"
-                " two."
-            )
-
-
-def load_target(args: argparse.Namespace) -> Any:
-    """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not."""
-    from transformers import BitsAndBytesConfig
-    from transformers.distributed import DistributedConfig
-
-    if args.tensor_parallel and (args.device_map or args.load_in):
-        raise ValueError(
-            "--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it."
-        )
-    options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
-    if args.load_in is not None:
-        options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
-    if args.tensor_parallel:
-        return load_causal_lm(args.target, distributed_config=DistributedConfig(tp_plan="auto"), **options)
-    if args.device_map is None and args.load_in is None:
-        return load_causal_lm(args.target, **options).to(args.device)
-    # A quantized model cannot be moved once it is loaded.
-    return load_causal_lm(args.target, device_map=args.device_map or args.device, **options)
+def wants_states(args: argparse.Namespace) -> bool:
+    """Returns True where the target's states are stored, or, as `eagle31 train` has no such option, trained on."""
+    return bool(getattr(args, "states", True))
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -270,7 +239,7 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
         type=engine,
         nargs="+",
         metavar="ENGINE",
-        help=f"what gives the answers instead of transformers: {engines}, as http://localhost:8000",
+        help=f"what runs the target instead of transformers: {engines}, as http://localhost:8000",
     )
     parser.add_argument(
         "--engine-requests", type=positive, help="prompts that servers are asked at once, all together (default: 64)"
@@ -281,6 +250,8 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
         metavar="SECONDS",
         help="how long a server may be silent before it is asked again (default: 600)",
     )
+    what = "where the folder that servers write hidden states into is on this machine (default: under the same name)"
+    add_path(parser, "--engine-states-folder", what, metavar="FOLDER")
     what = "an argument of vllm.LLM for --engine vllm, as tensor_parallel_size=4"
     add_assignments(parser, "--engine-option", field, what)
 

@@ -1,6 +1,7 @@
 """`eagle31 train`: trains a drafter for any causal language model, from data to a folder for the Hub."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from .preparation import (
     data_options,
     engine_options,
     is_regenerated,
-    load_target,
 )
+from .target import target_for
 
 ANSWER_BATCH_SIZE = 32
 SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
@@ -58,20 +59,33 @@ def run(args: argparse.Namespace, settings: Any) -> int:
 
     output = settings.output_dir
     checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
-    progress(f"loading {args.target}")
     tokenizer = load_tokenizer(args.target, args.revision)
     stored = stored_target(args)
-    target = stored or load_target(args)
-    data = read_data(args, target, tokenizer, settings)
-    drafter, coverage = starting_drafter(args, target, tokenizer, data)
+    options = data_options(
+        args,
+        batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE,
+        states=args.engine is not None,
+        layer_ids=asked_layers(args) if args.engine else None,
+    )
+    target, states_by = (stored, None) if stored else target_for(args, options, is_new=checkpoint is None)
+    if states_by is not None and args.upgrade:
+        raise ValueError("--upgrade runs the target here, and an engine runs it; expected one of the two.")
+    data = read_data(args, target, tokenizer, settings, replace(options, states=False, layer_ids=None), states_by)
+    ends = states_by.ends if states_by else target
+    drafter, coverage = starting_drafter(args, ends, tokenizer, data)
     trainer = Eagle31Trainer(
-        drafter, settings, data.train, data.held_out, target=None if stored else target, processing_class=tokenizer
+        drafter,
+        settings,
+        data.train,
+        data.held_out,
+        target=None if stored or states_by else target,
+        processing_class=tokenizer,
     )
     trainer.facts = {"data": data.facts, "draft_vocabulary_coverage": coverage}
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     log_in_lines(trainer, progress)
     if args.overwrite:
-        in_all_processes(lambda: replace(output))
+        in_all_processes(lambda: move_aside(output))
     result = trainer.train(resume_from_checkpoint=checkpoint)
     # Checkpoints keep fp32 to go on from; the drafter that is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
@@ -82,7 +96,17 @@ def run(args: argparse.Namespace, settings: Any) -> int:
     return 0
 
 
-def replace(output: str) -> None:
+def asked_layers(args: argparse.Namespace) -> list[int] | None:
+    """Returns the layers whose states the drafter reads, where a drafter or an option says it."""
+    from ..modeling import Eagle31DrafterModel
+
+    fields = dict(args.field)
+    if args.drafter is not None:
+        return Eagle31DrafterModel.from_pretrained(args.drafter, **fields).config.aux_hidden_state_layer_ids
+    return fields.get("aux_hidden_state_layer_ids")
+
+
+def move_aside(output: str) -> None:
     """Moves an earlier run's files aside, and says where they are until there is a new drafter."""
     from ..training.output import set_aside
 
@@ -166,23 +190,24 @@ def stored_target(args: argparse.Namespace) -> Any:
     from ..training.recipe import target_in_store
 
     target = target_in_store(args.data, args.target)
-    if target is not None and (args.upgrade or is_regenerated(args)):
+    if target is not None and (args.upgrade or args.engine or is_regenerated(args)):
         raise ValueError(
             f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
-            " --regenerate nor --self-prompts."
+            " --regenerate nor --self-prompts nor --engine."
         )
     return target
 
 
-def read_data(args: argparse.Namespace, target: Any, tokenizer: Any, settings: Any) -> Any:
+def read_data(
+    args: argparse.Namespace, target: Any, tokenizer: Any, settings: Any, options: Any, states_by: Any
+) -> Any:
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
     from transformers.trainer_utils import IntervalStrategy
 
     from ..training.recipe import ExampleReader
 
-    options = data_options(args, batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE)
     regenerate_in = Path(args.output) if options.regenerate else None
-    reader = ExampleReader(target, tokenizer, options, progress, regenerate_in)
+    reader = ExampleReader(target, tokenizer, options, progress, regenerate_in, states_by)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
         progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")

@@ -249,7 +249,7 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
     new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
     for group in new:
         _layers.pop(group[0], None)
-    needed, free = sum(map(_num_bytes, new)), _free_memory()
+    needed, free = sum(map(_num_bytes, new)), free_memory()
     if needed > SHARE_OF_MEMORY * free:
         logger.warning_once(
             "EAGLE drafting: the linear layers of %s run as torch has them: packed for rounds on the CPU they would"
@@ -303,7 +303,7 @@ def _key_of_layer(layer: nn.Linear) -> tuple:
     return id(layer.weight), weight.data_ptr(), weight.dtype, weight.shape, torch.get_num_threads(), sums
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """The bytes that are free, by the limit of a container, too."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # no such limit

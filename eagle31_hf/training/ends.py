@@ -76,7 +76,7 @@ def last_state(target: PreTrainedModel, tokens: Tensor) -> Tensor:
     return decoder(input_ids=tokens, use_cache=False).last_hidden_state
 
 
-def parts_of(target: PreTrainedModel) -> dict[str, Tensor]:
+def parts_of(target: Any) -> dict[str, Tensor]:
     """Returns the weights a drafter is made from and trained with: "embedding" (V, ht), "head" (V, ht) unless it is
     tied to it, "head_bias" (V,) if there is one.
 
@@ -105,9 +105,10 @@ class TargetEnds(nn.Module):
         self.generation_config = generation_config
         self.scoring = scoring
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
-        weight = parts.get("head", parts["embedding"])
+        tied = self.embedding.weight
+        weight = nn.Parameter(parts["head"], requires_grad=False) if "head" in parts else tied
         self.head = nn.Linear(weight.shape[1], weight.shape[0], bias="head_bias" in parts, device="meta")
-        self.head.weight = nn.Parameter(weight, requires_grad=False)
+        self.head.weight = weight
         if "head_bias" in parts:
             self.head.bias = nn.Parameter(parts["head_bias"], requires_grad=False)
 

@@ -6,7 +6,12 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .states_file import discard_states, read_states
 
 try:  # huggingface-hub brings one of the two
     import httpx
@@ -36,13 +41,15 @@ class Request(NamedTuple):
 
 class Completion(NamedTuple):
     """An engine's answer: its ids, why it ended (one of ENDS), the id the engine says it stopped at, its text (None: it
-    gives none), and how many tokens the engine read (None: it does not say)."""
+    gives none), how many tokens the engine read (None: it does not say), and the file with the prompt's hidden states
+    (None: it gives none)."""
 
     ids: list[int]
     finish: str
     ended_by: Any = None
     text: str | None = None
     num_prompt_tokens: int | None = None
+    states_path: str | None = None
 
 
 class UnavailableError(RuntimeError):
@@ -92,6 +99,7 @@ def _read_completions(response: Any) -> Completion:
         choice.get("stop_reason"),
         choice.get("text"),
         (response.get("usage") or {}).get("prompt_tokens"),
+        (response.get("kv_transfer_params") or {}).get("hidden_states_path"),
     )
 
 
@@ -133,10 +141,12 @@ def base_of(url: str) -> str:
 
 class Server:
     """One server, at an address as `base_of` gives it: what it serves (`model`), how it is asked (`endpoint`), and how
-    it has done lately."""
+    it has done lately. `states_folder`: where this machine has the folder into which it writes hidden states, None:
+    under the name that the server has for it."""
 
-    def __init__(self, url: str, timeout: float):
+    def __init__(self, url: str, timeout: float, states_folder: str | None = None):
         self.url, self.timeout = url, timeout
+        self.states_folder = states_folder
         self.model = ""
         self.max_length: int | None = None
         self.endpoint = ENDPOINTS["/v1/completions"]
@@ -197,6 +207,28 @@ class Server:
 
     def complete(self, request: Request) -> Completion:
         """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
+        completion = self._complete(request)
+        if completion.states_path is not None:
+            discard_states(self._path_here(completion.states_path), self.timeout)
+        return completion
+
+    def states(self, request: Request) -> tuple[Tensor | None, list[int]]:
+        """Asks for the hidden states of a prompt, see `read_states`; returns them, None where the server gives none,
+        and the ids of its answer. Raises UnavailableError and ValueError as `call` does, and ValueError where this
+        machine does not have what the server wrote."""
+        completion = self._complete(request)
+        if completion.states_path is None:
+            return None, completion.ids
+        try:
+            path = self._path_here(completion.states_path)
+            return read_states(path, request.prompt, self.timeout), completion.ids
+        except OSError as error:
+            raise UnavailableError(f"{self.url}: {error}") from None
+
+    def _path_here(self, path: str) -> Path:
+        return Path(path) if self.states_folder is None else Path(self.states_folder, Path(path).name)
+
+    def _complete(self, request: Request) -> Completion:
         response = self.call(self.endpoint.path, self.endpoint.body(self.model, request))
         try:
             completion = self.endpoint.reading(response)

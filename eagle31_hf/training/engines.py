@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .engine_server import ENDS, Completion, Request, base_of
+from .engine_server import ENDS, Completion, Request
 from .preparation_options import PreparationOptions
 from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
 from .servers import VLLM, Servers, Tell
@@ -309,8 +309,7 @@ def engine_answers(
     asked = options.engine
     engine: Servers | VllmEngine
     if asked.is_served:
-        urls = tuple(dict.fromkeys(map(base_of, asked.names)))
-        engine = Servers(urls, target.name_or_path, asked.requests, asked.patience, tell)
+        engine = Servers.of(asked, target.name_or_path, tell)
     else:
         engine = VllmEngine(target, options.max_length, asked.settings)
     return EngineAnswers(target, tokenizer, options, engine, vocab_size)

@@ -12,11 +12,11 @@ from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
 from ..targets.ends import shape_of, weight_of
-from .ends import ends_of
+from .ends import TargetEnds, ends_of
 from .losses import TargetDistribution
 from .packing import tokens_at
 from .shapes import drafter_fields
-from .target import StoredTarget, TargetReader
+from .target import TargetReader
 
 HEADS = ("target", "scratch")
 COUNTED_AT_ONCE = 2**16  # tokens
@@ -24,7 +24,7 @@ STATES_AT_ONCE = 256  # of which the target's logits are computed
 
 
 def new_drafter(
-    target: PreTrainedModel | StoredTarget,
+    target: PreTrainedModel | TargetEnds,
     draft_ids: Tensor | None = None,
     head: str = "target",
     seed: int = 0,
@@ -56,7 +56,7 @@ def new_drafter(
 
 
 @torch.no_grad()
-def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | StoredTarget) -> None:
+def copy_head(drafter: Eagle31DrafterModel, target: PreTrainedModel | TargetEnds) -> None:
     """Copies the target's head, the part of the draft vocabulary. Raises ValueError where it does not fit or is
     quantized."""
     head: Any = target.get_output_embeddings()
@@ -108,9 +108,7 @@ def choose_vocabulary(counts: Tensor, size: int, always: Iterable[int]) -> tuple
 
 
 @torch.no_grad()
-def mass_covered(
-    examples: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: TargetReader | StoredTarget
-) -> float:
+def mass_covered(examples: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: TargetReader | TargetEnds) -> float:
     """Returns the probability that the target gives to a draft vocabulary (Vd,), averaged over the tokens of the
     examples' answers."""
     masses = list[Tensor]()

@@ -110,7 +110,13 @@ class PackedExamples(Dataset):
         return len(self.packs)
 
     def __getitem__(self, index: int) -> list[Example]:
-        return [self.examples[index] for index in self.packs[index]]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[list[Example]]:
+        """Returns several lists; examples that are asked for elsewhere are asked for at once."""
+        packs = [self.packs[index] for index in indices]
+        found = iter(examples_at(self.examples, [index for pack in packs for index in pack]))
+        return [[next(found) for _ in pack] for pack in packs]
 
 
 @dataclass
@@ -180,6 +186,13 @@ class Part(Subset):
     def tokens(self, index: int) -> Tokens:
         """Returns the tokens of an example, without its states."""
         return tokens_at(self.examples, self.indices[index])
+
+
+def examples_at(examples: Any, indices: Sequence[int]) -> list[Example]:
+    """Returns several examples, at once where the dataset can."""
+    if hasattr(examples, "__getitems__"):
+        return examples.__getitems__(indices)
+    return [examples[index] for index in indices]
 
 
 def tokens_at(examples: Any, index: int) -> Tokens:

@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .ends import tensor_parallel_group
+from .engine_states import EngineStates
 from .packing import Examples
 from .preparation_options import PreparationOptions
 from .records import Joined, Records, read_records
@@ -44,15 +45,16 @@ def prepare_data(
     *,
     part: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
+    states_by: EngineStates | None = None,
 ) -> Prepared:
     """Makes the shards that are missing in the store `output`; run again, it goes on.
 
     `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the shards whose
     number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the first ones of
-    each reason are told to `progress`, with file and line. Where an engine answers and no states are stored, the target
-    may be without weights, on the meta device. Raises ValueError for a target whose processes depend on each other,
-    where `output` holds something else, where no record gives an example, and for an engine that does not give the
-    target's answers; RuntimeError where its servers fail.
+    each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
+    place; where it neither answers nor gives states it may be without weights, on the meta device. Raises ValueError
+    for a target whose processes depend on each other, where `output` holds something else, where no record gives an
+    example, and for an engine that does not give the target's answers; RuntimeError where its servers fail.
     """
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
@@ -65,12 +67,12 @@ def prepare_data(
     records = _records(source, options)
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
-    builder = ShardBuilder(target, tokenizer, records, options, skips, tell)
+    builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
     open_store(output, builder.manifest(source))
     if builder.reader is not None and part[0] == 0:
-        save_target_parts(output, target, asdict(builder.reader.scoring))
+        save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
     _make_shards(builder, output, part, tell)
     prepared = _summary(output)
     if prepared.shards == prepared.num_shards and not prepared.rows:

@@ -20,6 +20,8 @@ from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import tokenizer_fingerprint
 from ..targets.ends import execution_device, shape_of
 from .answers import stop_ids
+from .ends import TargetEnds
+from .engine_states import EngineStates, StreamedStates
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
@@ -55,7 +57,8 @@ class ExampleReader:
 
     A source is a store that prepare-data wrote, or chats and texts, of which examples are made now as `options` say.
     With `regenerate_in`, answers are first replaced by the target's own, and self-prompted chats added; these examples
-    go into stores below that folder, so that none is generated twice.
+    go into stores below that folder, so that none is generated twice. With `states_by`, examples bring the target's
+    states, which are asked for as the examples are trained on.
     """
 
     target: Any  # the model, or a StoredTarget
@@ -63,6 +66,7 @@ class ExampleReader:
     options: PreparationOptions
     progress: Progress
     regenerate_in: Path | None = None
+    states_by: EngineStates | None = None
 
     def training_data(self, source: str | None, eval_source: str | None, num_held_out: int) -> TrainingData:
         """Reads `source` to train on (None: self-prompted chats alone) and `eval_source` to evaluate on.
@@ -73,12 +77,17 @@ class ExampleReader:
         """
         examples, facts = self.read(source, "data")
         layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
+        layer_ids = layer_ids if self.states_by is None else self.states_by.layer_ids
         if eval_source:
-            return TrainingData(examples, self.read(eval_source, EVAL_DATA)[0], facts, layer_ids)
+            held_out = self._with_states(self.read(eval_source, EVAL_DATA)[0])
+            return TrainingData(self._with_states(examples), held_out, facts, layer_ids)
         chosen = drawn_chats(examples, min(num_held_out, len(examples) // 10), self.options.seed)
         rest = [index for index in range(len(examples)) if index not in chosen]
-        held_out = Part(examples, sorted(chosen)) if chosen else None
-        return TrainingData(Part(examples, rest), held_out, facts, layer_ids)
+        held_out = self._with_states(Part(examples, sorted(chosen))) if chosen else None
+        return TrainingData(self._with_states(Part(examples, rest)), held_out, facts, layer_ids)
+
+    def _with_states(self, examples: Any) -> Any:
+        return examples if self.states_by is None else StreamedStates(examples, self.states_by)
 
     def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
@@ -164,7 +173,7 @@ def target_in_store(source: str | None, name: str) -> StoredTarget | None:
 
 
 def draft_vocabulary(
-    target: PreTrainedModel | StoredTarget,
+    target: PreTrainedModel | TargetEnds,
     tokenizer: PreTrainedTokenizerBase,
     data: TrainingData,
     size: int | None,
@@ -181,7 +190,7 @@ def draft_vocabulary(
         return None, None
     ids, tokens = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
     layer_ids = layer_ids_for(target.config.get_text_config(decoder=True))
-    reader = target if isinstance(target, StoredTarget) else TargetReader(target, layer_ids)
+    reader = target if isinstance(target, TargetEnds) else TargetReader(target, layer_ids)
     examples = data.held_out or data.train
     mass = mass_covered((examples[i] for i in range(min(FOR_COVERAGE, len(examples)))), ids, reader)
     progress(
@@ -193,7 +202,7 @@ def draft_vocabulary(
 
 def loaded_drafter(
     source: str,
-    target: PreTrainedModel | StoredTarget,
+    target: PreTrainedModel | TargetEnds,
     data: TrainingData,
     progress: Progress,
     fields: Mapping[str, Any] | None = None,
@@ -216,7 +225,7 @@ def loaded_drafter(
 
 
 def untrained_drafter(
-    target: PreTrainedModel | StoredTarget,
+    target: PreTrainedModel | TargetEnds,
     draft_ids: Tensor | None,
     data: TrainingData,
     head: str = "target",

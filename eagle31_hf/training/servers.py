@@ -45,14 +45,16 @@ class EngineOptions:
     """The engine that answers instead of generate().
 
     `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together;
-    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. Raises ValueError for names
-    that are neither, or both, and for settings of servers.
+    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. `states_folder`: where this
+    machine has the folder that servers write hidden states into, None: under the name that they have. Raises ValueError
+    for names that are neither, or both, and for settings of servers.
     """
 
     names: tuple[str, ...]
     requests: int = 64
     patience: Patience = field(default_factory=Patience)
     settings: dict[str, Any] = field(default_factory=dict)
+    states_folder: str | None = None
 
     def __post_init__(self) -> None:
         if VLLM in self.names and len(self.names) > 1:
@@ -85,10 +87,17 @@ class Servers:
     most: int
     patience: Patience = field(default_factory=Patience)
     tell: Tell = lambda line: None
+    states_folder: str | None = None
 
     def __post_init__(self):
-        self.all = [Server(url, self.patience.timeout) for url in self.urls]
+        self.all = [Server(url, self.patience.timeout, self.states_folder) for url in self.urls]
         self._changed = threading.Condition()
+
+    @classmethod
+    def of(cls, options: EngineOptions, target: str, tell: Tell) -> "Servers":
+        """Returns the servers that the options name, of the target of this name."""
+        urls = tuple(dict.fromkeys(map(base_of, options.names)))
+        return cls(urls, target, options.requests, options.patience, tell, options.states_folder)
 
     @property
     def name(self) -> str:
@@ -100,11 +109,11 @@ class Servers:
         """What answers follow from besides the target's files: the model's name on the servers."""
         return {"served": self.all[0].model}
 
-    def meet(self, request: Request, max_length: int) -> None:
+    def meet(self, request: Request, max_length: int, after: int = 0) -> None:
         """Finds out what each server serves and how it is asked.
 
         Raises RuntimeError for one that cannot be reached, ValueError for one that gives no ids, is shorter than
-        `max_length` tokens, or serves under another name than the first.
+        `max_length` tokens and `after` more, or serves under another name than the first.
         """
         for server in self.all:
             self._patiently(server.meet, self.target)
@@ -114,12 +123,13 @@ class Servers:
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
                     f" {request.sampling['repetition_penalty']}; expected 1, or a server of vLLM."
                 )
-            needed = max_length + server.endpoint.spare
+            spare = server.endpoint.spare + after
+            needed = max_length + spare
             if server.max_length is not None and server.max_length < needed:
                 raise ValueError(
                     f"{server.url} takes {server.max_length} tokens with their answer, and max_length is {max_length};"
                     f" expected at least {needed} there (vLLM: --max-model-len, SGLang: --context-length), or a"
-                    f" max_length of {server.max_length - server.endpoint.spare}."
+                    f" max_length of {server.max_length - spare}."
                 )
             if server.model != self.all[0].model:
                 raise ValueError(
@@ -147,7 +157,12 @@ class Servers:
             time.sleep(self.patience.pause_after(tried))
 
     def answers(self, requests: list[Request]) -> list[Completion]:
-        """Returns the answers to prompts, in their order.
+        """Returns the answers to prompts, in their order. Raises as `each` does."""
+        return self.each(Server.complete, requests)
+
+    def each(self, ask: Callable[[Server, Request], Result], requests: list[Request]) -> list[Result]:
+        """Returns what `ask` returns for each request, in their order; it is called again, with this server or another,
+        where it raises UnavailableError.
 
         Raises RuntimeError naming the last failure where a request was tried too often, ValueError where a server
         refuses one.
@@ -156,22 +171,24 @@ class Servers:
         # Threads of this pool that wait for a server do not keep the program from ending.
         with ThreadPool(max(1, min(self.most, len(requests)))) as pool:
             try:
-                numbered = pool.imap_unordered(lambda i: (i, self._answer(requests[i], stop)), range(len(requests)))
-                completions = dict(numbered)
+                numbered = pool.imap_unordered(
+                    lambda i: (i, self._answer(ask, requests[i], stop)), range(len(requests))
+                )
+                results = dict(numbered)
             finally:
                 stop.set()
                 with self._changed:
                     self._changed.notify_all()
-        return [completions[i] for i in range(len(requests))]
+        return [results[i] for i in range(len(requests))]
 
-    def _answer(self, request: Request, stop: threading.Event) -> Completion:
+    def _answer(self, ask: Callable[[Server, Request], Result], request: Request, stop: threading.Event) -> Result:
         for tried in range(1, self.patience.tries + 1):
             with self._chosen(stop) as server:
                 known = server.failures
                 try:
                     if known:
                         self._meet_again(server)
-                    completion = server.complete(request)
+                    result = ask(server, request)
                 except UnavailableError as error:
                     self._failed(server, known, error)
                     if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
@@ -181,7 +198,7 @@ class Servers:
                         ) from None
                 else:
                     self._succeeded(server)
-                    return completion
+                    return result
         raise AssertionError("the last try returns or raises")
 
     @contextmanager

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..seeding import seeded
@@ -20,6 +19,7 @@ from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_finger
 from ..targets.ends import shape_of
 from .answers import AnswerGenerator, AnswerSource, seed_of, stop_ids
 from .chats import ExampleMaker
+from .engine_states import EngineStates
 from .engines import EngineAnswers, engine_answers
 from .kinds import Chat, parse_record
 from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
@@ -62,7 +62,7 @@ def each_record(
 @dataclass
 class ShardBuilder:
     """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
-    servers that fail."""
+    servers that fail. `states_by`: gives the states in the target's place."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -70,12 +70,15 @@ class ShardBuilder:
     options: PreparationOptions
     skips: Skips
     tell: Progress
+    states_by: EngineStates | None = None
 
     def __post_init__(self):
         options = self.options
         self.maker = example_maker(self.target, self.tokenizer, options)
         self.generator = self._answer_source() if options.regenerate else None
-        self.reader = TargetReader(self.target, options.layer_ids) if options.states else None
+        self.reader: TargetReader | EngineStates | None = None
+        if options.states:
+            self.reader = self.states_by or TargetReader(self.target, options.layer_ids)
 
     def _answer_source(self) -> AnswerSource:
         if self.options.engine is None:
@@ -165,16 +168,16 @@ class ShardBuilder:
             return False
         return True
 
-    def _add_states(self, reader: TargetReader, examples: list[Columns]) -> None:
-        """Adds the target's states to the examples; examples of like length are read together."""
+    def _add_states(self, reader: TargetReader | EngineStates, examples: list[Columns]) -> None:
+        """Adds the target's states to the examples: `batch_size` of like length are read together, servers are asked
+        for all of them at once."""
         order = sorted(examples, key=lambda example: -len(example["input_ids"]))
-        for start in range(0, len(order), self.options.batch_size):
-            batch = order[start : start + self.options.batch_size]
-            ids = pad_sequence([example["input_ids"] for example in batch], batch_first=True)
-            documents = pad_sequence([torch.ones_like(example["input_ids"]) for example in batch], batch_first=True)
-            for example, states, last_states in zip(batch, *reader.read(ids, documents), strict=True):
-                length = len(example["input_ids"])
-                example |= {"states": states[:length], "last_states": last_states[:length]}
+        size = self.options.batch_size if isinstance(reader, TargetReader) else max(1, len(order))
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            states = reader.of_texts([example["input_ids"] for example in batch])
+            for example, (aux, last) in zip(batch, states, strict=True):
+                example |= {"states": aux, "last_states": last}
 
     def manifest(self, source: str | None) -> Manifest:
         """Returns the manifest of the store."""
@@ -208,6 +211,8 @@ class ShardBuilder:
             made_of["template_options"] = options.template_options
         if options.self_prompts:
             made_of["self_prompts"] = options.self_prompts
+        if self.states_by is not None:
+            made_of["states_by"] = self.states_by.servers.identity
         if options.regenerate:
             made_of |= {
                 "max_new_tokens": options.max_new_tokens,

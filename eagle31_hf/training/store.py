@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
 
 from ..json_file import read_json
 from ..storage.folders import write_json
@@ -268,8 +267,9 @@ def _decode(stored: Columns) -> Columns:
     return columns
 
 
-def save_target_parts(folder: str | Path, target: PreTrainedModel, scoring: dict[str, Any]) -> None:
-    """Writes what stands in for the target where only its states are: `parts_of` it, and its configs."""
+def save_target_parts(folder: str | Path, target: Any, scoring: dict[str, Any]) -> None:
+    """Writes what stands in for the target, or for a model of its ends, where only its states are: `parts_of` it, and
+    its configs."""
     parts = parts_of(target)
     tensors = {name: Entry.of_tensor(weight) for name, weight in parts.items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
@@ -17,6 +18,7 @@ from ..targets.ends import execution_device, scores_of
 from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, last_state, tensor_parallel_group
+from .engine_states import StreamedStates
 from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
 
@@ -77,6 +79,13 @@ class TargetReader:
                 states[at], last[at] = found[i, : text.length], final[i, : text.length]
         return states, last
 
+    def of_texts(self, texts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns the aux hidden states (T, n*ht) and the states that enter the head (T, ht) of each text (T,)."""
+        ids = pad_sequence(texts, batch_first=True)
+        documents = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        found = zip(texts, *self.read(ids, documents), strict=True)
+        return [(states[: len(text)], last[: len(text)]) for text, states, last in found]
+
     def _run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the aux hidden states (M, L, n*ht) and last states (M, L, ht) of texts (M, L); runs other processes'
         texts, too, where it has to."""
@@ -129,26 +138,35 @@ def shard(target: PreTrainedModel) -> None:
         fully_shard(layer, reshard_after_forward=True)  # by default what is sharded by itself stays gathered
 
 
-def stored_target(drafter: Eagle31DrafterModel, examples: Any) -> StoredTarget:
-    """Returns the ends of the target kept beside the stored states of `examples`, and ties the drafter to them.
+def ends_behind(drafter: Eagle31DrafterModel, examples: Any) -> TargetEnds:
+    """Returns the ends of the target that gave the states of `examples`, kept beside stored ones or read by whoever
+    streams them, and ties the drafter to them.
 
-    Raises ValueError where there are none, or the states are not those that the drafter reads.
+    Raises ValueError where the examples have no states, or not those that the drafter reads.
     """
     store = examples
     while isinstance(store, PackedExamples | Part):
         store = store.examples
+    if isinstance(store, StreamedStates):
+        return _tied(drafter, store.source.ends, store.source.layer_ids, store.source.servers.name)
     if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
         raise ValueError(
             "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with"
             " --states."
         )
-    store.check(layer_ids=drafter.config.aux_hidden_state_layer_ids)
-    if drafter.config.num_aux_states != len(store.manifest.layer_ids):
-        raise ValueError(
-            f"{store.folder}: has {len(store.manifest.layer_ids)} states a token, the drafter reads"
-            f" {drafter.config.num_aux_states}. Prepare the data with what you train with."
-        )
-    drafter.config.aux_hidden_state_layer_ids = store.manifest.layer_ids  # serving must not take defaults for them
     kept = StoredTarget(store.folder, store.manifest.target)
-    drafter.load_target_embeddings(kept)
-    return kept
+    return _tied(drafter, kept, store.manifest.layer_ids, store.folder)
+
+
+def _tied(drafter: Eagle31DrafterModel, ends: TargetEnds, layer_ids: list[int], source: Any) -> TargetEnds:
+    """Ties a drafter to the ends of a target whose states at these layers it is to learn from."""
+    asked = drafter.config.aux_hidden_state_layer_ids
+    if asked not in (None, layer_ids) or drafter.config.num_aux_states != len(layer_ids):
+        reads = drafter.config.num_aux_states if asked is None else asked
+        raise ValueError(
+            f"{source}: layer_ids is {layer_ids}, and the drafter reads {reads} states a token; expected the same."
+            " Prepare the data with what you train with."
+        )
+    drafter.config.aux_hidden_state_layer_ids = layer_ids  # serving must not take defaults for them
+    drafter.load_target_embeddings(ends)
+    return ends

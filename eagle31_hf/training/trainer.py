@@ -24,6 +24,7 @@ from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .divergence import DivergenceWatch
+from .ends import TargetEnds
 from .evaluation import EvalShare, Evaluation, served
 from .figures import TrainingFigures
 from .kinds import check_ids, tokens_of
@@ -32,7 +33,7 @@ from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
 from .saving import changed_since, last_checkpoint
 from .spreading import position_skips
-from .target import StoredTarget, TargetReader, shard, stored_target
+from .target import TargetReader, ends_behind, shard
 
 logger = logging.get_logger(__name__)
 CHECKED = 4  # items of a dataset that are looked at before anything begins
@@ -45,9 +46,9 @@ class Eagle31Trainer(CheckpointingTrainer):
     that `CheckpointingTrainer` overrides are about saving and resuming.
 
     `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a
-    `HiddenStateStore` with states. Datasets hold examples {"input_ids", "answers"}, see `packing`. Loss and figures are
-    of all processes and accumulated batches together. Raises ValueError for a drafter, a target and data that do not
-    belong together.
+    `HiddenStateStore` with states, or `StreamedStates`. Datasets hold examples {"input_ids", "answers"}, see `packing`.
+    Loss and figures are of all processes and accumulated batches together. Raises ValueError for a drafter, a target
+    and data that do not belong together.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             data_collator=data_collator or Collator(),
             **kwargs,
         )
-        if isinstance(self.reader, StoredTarget):
+        if isinstance(self.reader, TargetEnds):
             self.reader.to(args.device)
         self._figures = TrainingFigures(args.device)
 
@@ -154,7 +155,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Returns a collated batch with the target's states: those of the store, or read now. Texts with states that
         are NaN or infinite are left out, and counted."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
-        if isinstance(self.reader, StoredTarget):
+        if isinstance(self.reader, TargetEnds):
             batch = Batch(*tokens, inputs["states"], inputs["last_states"], skips=inputs.get("skips"))
         else:
             alignment = watch = None
@@ -241,16 +242,16 @@ class Eagle31Trainer(CheckpointingTrainer):
 
 def source_of_states(
     drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, examples: Any
-) -> TargetReader | StoredTarget:
-    """Returns the source of the target's states and logits, the target itself or what a store has kept of it, and ties
-    the drafter to it. Raises ValueError for what the source cannot give."""
+) -> TargetReader | TargetEnds:
+    """Returns the source of the target's states and logits, or its ends alone, where the examples bring the states, and
+    ties the drafter to it. Raises ValueError for what the source cannot give."""
     if target is None:
         if args.attention_alignment:
             raise ValueError(
                 "attention_alignment reads the target's attention, which a store does not hold; pass target=, or"
                 " leave it at 0."
             )
-        return stored_target(drafter, examples)
+        return ends_behind(drafter, examples)
     target.eval().requires_grad_(False)
     if args.shard_target:
         shard(target)

@@ -1,5 +1,6 @@
 """Servers on loopback that answer as vLLM and SGLang do, by a real target's generate(), and fail when told to."""
 
+import fcntl
 import json
 import sys
 import threading
@@ -7,11 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
 from programs import heeded
+from safetensors.torch import save_file
 
+from eagle31_hf.targets.layers import capture_states
 from eagle31_hf.training.engine_server import Request
 from eagle31_hf.training.servers import Patience, Servers
 
@@ -25,13 +29,16 @@ class EngineServer:
 
     `trouble` says what becomes of a request: None (it is answered), an HTTP status, "close" or "hang". `ends`: the ids
     at which the engine stops by itself. `omits_end`: answers come without the token that ended them. `facts` win over
-    what it tells of the model.
+    what it tells of the model. `states`: the layers whose states of every prompt it writes into `folder`, `late`
+    seconds after it has answered, as vLLM's `ExampleHiddenStatesConnector` does.
     """
 
     def __init__(self, target, tokenizer, protocol="vllm", trouble: Trouble = lambda number: None, **facts):
         self.target, self.tokenizer, self.protocol, self.trouble = target, tokenizer, protocol, trouble
         self.ends, self.omits_end, self.most_new = facts.pop("ends", []), facts.pop("omits_end", False), None
         self.reports_stop = self.heeds_loops = True
+        self.states, self.folder, self.late = facts.pop("states", None), facts.pop("folder", None), 0.0
+        self.unfinished = set[int]()  # numbers of requests whose states are never written
         self.model = {"id": "the-target", "max_model_len": 128} | facts
         self.asked, self.headers = list[dict](), list[dict]()
         self.waits = 0.0
@@ -99,6 +106,8 @@ class EngineServer:
                 return
             refusal = {"error": f"no, {handler.headers.get('Authorization')}"}
             status, response = (wrong, refusal) if wrong else self._response(handler.path, body)
+            if status == 200 and self.states:
+                response["kv_transfer_params"] = {"hidden_states_path": str(self._write_states(body["prompt"], number))}
         finally:
             with self._lock:
                 self.in_flight -= 1
@@ -126,6 +135,28 @@ class EngineServer:
             facts = {"finish_reason": finish, "prompt_tokens": len(body["input_ids"])}
             return 200, {"text": text, "output_ids": ids, "meta_info": facts}
         return 404, {"error": "there is no such path"}
+
+    def _write_states(self, prompt: list[int], number: int) -> Path:
+        """Begins to write the states of a prompt, and returns where."""
+        path = Path(self.folder, f"cmpl-{self.port}-{number}.safetensors")
+        lock = open(f"{path}.lock", "wb")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def write():
+            time.sleep(self.late)
+            with lock:
+                if number not in self.unfinished:
+                    save_file({"hidden_states": self._states(prompt), "token_ids": torch.tensor(prompt)}, path)
+
+        threading.Thread(target=write, daemon=True).start()
+        return path
+
+    @torch.no_grad()
+    def _states(self, prompt: list[int]) -> torch.Tensor:
+        """Returns the states (T, m, ht) of a prompt."""
+        with self._running, capture_states(self.target, self.states) as captured:
+            self.target(torch.tensor([prompt]), use_cache=False)
+        return captured.take()[0].unflatten(-1, (len(self.states), -1)).contiguous()
 
     def _measure(self, ids: list[int], settings: dict[str, Any]) -> None:
         if not settings["temperature"]:

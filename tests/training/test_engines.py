@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from eagle31_hf import demo
 from eagle31_hf.cli.loading import load_outline
-from eagle31_hf.cli.preparation import add_prepare_data
+from eagle31_hf.cli.preparation import add_prepare_data, data_options
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.cli.training import add_train, check_options, read_data
 from eagle31_hf.targets.ends import execution_device
@@ -771,7 +771,7 @@ def test_a_redirect_is_not_followed(line, serve, monkeypatch):
 REFUSED = {
     "without regeneration": (
         ["-regenerate", "--engine", "URL"],
-        "--engine gives the target's own answers; expected --reg",
+        "--engine gives the target's own answers and states; expected --regenerate or --states",
     ),
     "requests without an engine": (["--engine-requests", "3"], "--engine-requests is of an engine; expected --engine"),
     "vllm and a server": (["--engine", "vllm", "URL"], "the engine is vllm http.*; expected vllm alone"),
@@ -819,14 +819,13 @@ def test_train_takes_servers_and_leaves_vllm_to_prepare_data(data):
     check_options(parsed(add_train, [*plain, "--regenerate", "--engine", "http://host:1"]))
     with pytest.raises(ValueError, match=r"a second time beside the one trained on; .* prepare-data --engine vllm"):
         check_options(parsed(add_train, [*plain, "--regenerate", "--engine", "vllm"]))
-    with pytest.raises(ValueError, match="expected --regenerate too"):
-        check_options(parsed(add_train, [*plain, "--engine", "http://host:1"]))
 
 
 def test_train_asks_servers(tmp_path, target, tokenizer, data, serve):
     server = serve()
     plain = ["--target", "t", "--data", data, "--output", str(tmp_path), "--regenerate", "--max-length", str(LENGTH)]
-    made = read_data(parsed(add_train, [*plain, "--eval-rows", "0", "--engine", server.url]), target, tokenizer, None)
+    args = parsed(add_train, [*plain, "--eval-rows", "0", "--engine", server.url])
+    made = read_data(args, target, tokenizer, None, data_options(args), None)
     assert read_manifest(tmp_path / "data").source["engine"] == {"served": "the-target"}
     assert len(made.train) > 5
     assert len(server.asked) > 5
