@@ -3,34 +3,31 @@
 import hashlib
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .tensor_file import CHUNK_BYTES, Entry, header_of, in_order, write_tensor_file
+from .tensor_file import CHUNK_BYTES, Entry, header_of, write_tensor_file
 
 MARKED_BYTES = 2**26  # files of fewer are verified in no time, and get no mark beside them
+HEADER_AT = 8  # bytes, after its length
+AHEAD = 4  # chunks that are written before they are hashed
 NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
 
 
 def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:
-    """Writes a sealed file with `facts` in its metadata, in place of one that is there already.
-
-    The bytes of every entry are asked for twice: for the checksum, and to be written. Raises OSError, naming the file,
-    where it cannot be written.
-    """
-    sha = hashlib.sha256(header_of(entries, {"sha256": NO_DIGEST, **facts}))
-    for name in in_order(entries):
-        for chunk in entries[name].chunks():
-            sha.update(chunk)
+    """Writes a sealed file with `facts` in its metadata, in place of one that is there already. Raises OSError, naming
+    the file, where it cannot be written."""
     for leftover in path.parent.glob(f"{path.name}.*.partial"):  # of a killed writer of the same file
         leftover.unlink(missing_ok=True)
     staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        write_tensor_file(staged, entries, {"sha256": sha.hexdigest(), **facts})
+        _write_with_digest(staged, entries, facts)
         os.replace(staged, path)
     except OSError as error:
         reason = f"{path}: could not be written ({error.strerror}); expected room for it"
@@ -39,6 +36,25 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
         ) from error
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _write_with_digest(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:
+    """Writes a file whose header has the checksum of all of it, which another thread computes while it is written."""
+    unsealed = {"sha256": NO_DIGEST, **facts}
+    sha = hashlib.sha256(header_of(entries, unsealed))
+    with ThreadPoolExecutor(1) as hashing:
+        chunks: deque[Future] = deque()
+
+        def add(name: str, entry: Entry, chunk: memoryview) -> None:
+            chunks.append(hashing.submit(sha.update, chunk))
+            if len(chunks) > AHEAD:
+                chunks.popleft().result()
+
+        write_tensor_file(path, entries, unsealed, add)
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(HEADER_AT)
+        file.write(header_of(entries, {"sha256": sha.hexdigest(), **facts}))
+        os.fsync(file.fileno())
 
 
 @contextmanager

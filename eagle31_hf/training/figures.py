@@ -16,6 +16,8 @@ class TrainingFigures:
     def __init__(self, device: torch.device):
         self._sums: Tensor | None = None
         self._num_tokens, self._began = 0, 0.0
+        self._waited = 0.0  # since the last call of `take`
+        self._taken_at: float | None = None
         self._num_broken = torch.zeros((), device=device)
 
     def add(self, sums: Tensor) -> None:
@@ -28,6 +30,13 @@ class TrainingFigures:
             self._began = monotonic()
         self._num_tokens += int(documents.count_nonzero())
 
+    def add_waiting(self, seconds: float) -> None:
+        """Adds the seconds for which a step's batches were waited for."""
+        if self._taken_at is None:  # the first batches are read when nothing else is to be done
+            self._taken_at = monotonic()
+        else:
+            self._waited += seconds
+
     def add_broken(self, count: Tensor) -> None:
         """Adds to the number of texts that are left out, which counts from the start of the run."""
         self._num_broken += count
@@ -36,19 +45,23 @@ class TrainingFigures:
         """Forgets everything."""
         self._sums = None
         self._num_tokens = 0
+        self._waited, self._taken_at = 0.0, None
         self._num_broken.zero_()
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
-        token), the tokens trained on a second, what came before the first batch left out, and the number of texts left
-        out, if there were any."""
+        token), the tokens trained on a second, what came before the first batch left out, the share of this process's
+        time in which it waited for data, and the number of texts left out, if there were any."""
         if self._sums is None:
             return {}
         means = means_of(accelerator.reduce(self._sums, "sum").cpu())
         self._sums = None
         logs = {f"{name}_{k + 1}": round(value, 5) for name, values in means.items() for k, value in enumerate(values)}
         num_tokens = int(accelerator.reduce(torch.tensor(self._num_tokens, device=accelerator.device), "sum"))
-        logs["tokens_per_second"] = round(num_tokens / max(1e-9, monotonic() - self._began), 1)
-        self._num_tokens = 0
+        now = monotonic()
+        logs["tokens_per_second"] = round(num_tokens / max(1e-9, now - self._began), 1)
+        logs["waiting_for_data"] = round(self._waited / max(1e-9, now - (self._taken_at or now)), 4)
+        self._num_tokens, self._waited = 0, 0.0
+        self._taken_at = now
         num_broken = int(accelerator.reduce(self._num_broken.clone(), "sum"))
         return logs | ({"texts_with_broken_states": num_broken} if num_broken else {})

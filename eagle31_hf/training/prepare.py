@@ -5,6 +5,8 @@ several processes can make some each.
 """
 
 import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +20,16 @@ from .records import Joined, Records, read_records
 from .self_prompts import SelfPrompts
 from .shard_builder import Progress, ShardBuilder, each_record, example_maker
 from .skipped import Skips
-from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts, write_shard
+from .store import (
+    MANIFEST,
+    Columns,
+    HiddenStateStore,
+    missing_shards,
+    open_store,
+    read_manifest,
+    save_target_parts,
+    write_shard,
+)
 
 MOST_REASONS = 5  # in an error
 
@@ -130,18 +141,28 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:
+    """Makes the shards of a part; one is written while the next is made."""
     mine = _missing(output, part)
     begin, total = time.monotonic(), 0
-    for done, index in enumerate(mine, 1):
-        examples, skipped = builder.build(index)
-        write_shard(output, index, examples, skipped)
-        num_tokens = sum(len(example["input_ids"]) for example in examples)
-        total += num_tokens
-        seconds = time.monotonic() - begin
-        progress(
-            f"shard {done} of {len(mine)}: {len(examples):,} rows, {num_tokens:,} tokens; {total / seconds:,.0f}"
-            f" tokens/s, {seconds / done * (len(mine) - done) / 60:.0f} minutes left"
-        )
+    with ThreadPoolExecutor(1) as writer:
+        writing = list[Future[tuple[int, int]]]()  # at most one
+        for done, index in enumerate([*mine, None]):
+            made = None if index is None else builder.build(index)
+            for written in writing:
+                num_rows, num_tokens = written.result()
+                total += num_tokens
+                seconds = time.monotonic() - begin
+                progress(
+                    f"shard {done} of {len(mine)}: {num_rows:,} rows, {num_tokens:,} tokens; {total / seconds:,.0f}"
+                    f" tokens/s, {seconds / done * (len(mine) - done) / 60:.0f} minutes left"
+                )
+            writing = [] if made is None else [writer.submit(_write, output, index, *made)]
+
+
+def _write(output: str | Path, index: int, examples: list[Columns], skipped: Counter[str]) -> tuple[int, int]:
+    """Writes a shard, and returns the numbers of its examples and tokens."""
+    write_shard(output, index, examples, skipped)
+    return len(examples), sum(len(example["input_ids"]) for example in examples)
 
 
 def _summary(output: str | Path) -> Prepared:

@@ -32,6 +32,7 @@ from .target import StoredTarget, TargetReader
 
 FOR_COVERAGE = 16  # examples on which the target's probability of a draft vocabulary is measured
 EVAL_DATA = "eval-data"  # folder of regenerated answers to evaluate on
+WORTH_TELLING = 0.05  # of the time
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
 Progress = Callable[[str], None]  # is told one line at a time
 Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
@@ -263,7 +264,9 @@ class ProgressLines(TrainerCallback):
         if "tokens_per_second" not in logs or done < 1:
             return ""
         minutes = (monotonic() - self._began) / done * left / 60
-        return f"; {logs['tokens_per_second']:,.0f} tokens/s, {minutes:,.0f} minutes left"
+        waiting = logs.get("waiting_for_data", 0.0)
+        waits = f", {waiting:.0%} of the time waiting for data" if waiting >= WORTH_TELLING else ""
+        return f"; {logs['tokens_per_second']:,.0f} tokens/s{waits}, {minutes:,.0f} minutes left"
 
 
 def log_in_lines(trainer: Any, progress: Progress) -> None:

@@ -35,6 +35,8 @@ MANIFEST, TARGET_PARTS = "manifest.json", "target.safetensors"
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
+STATES = ("states", "last_states", "scales")  # columns that may hold NaN or infinite values
+ROWS_AT_ONCE = 16  # tokens that are scaled together, which a core's cache holds in fp32
 NOT_FINITE = "states are not finite"
 
 
@@ -161,11 +163,7 @@ def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], ski
     encoded = list[Columns]()
     for example in examples:
         stored = _encode(example, layout)
-        if all(
-            stored[name].isfinite().all()
-            for name in ("states", "last_states", "scales")
-            if name in stored and layout[name][0] != FP8
-        ):
+        if all(_is_finite(stored[name]) for name in STATES if name in stored and layout[name][0] != FP8):
             encoded.append(stored)
         else:
             skips[NOT_FINITE] += 1
@@ -177,20 +175,32 @@ def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], ski
     write_sealed(shard_path(folder, index), tensors, facts)
 
 
+def _is_finite(values: Tensor) -> bool:
+    """Returns whether all values are finite, in one pass: NaN and infinity show in the extremes."""
+    return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
+
+
 def _encode(example: Columns, layout: Layout) -> Columns:
     """Returns the columns as they are stored. fp8 has one scale per token and aux hidden state, which differ in size by
     orders of magnitude."""
     columns = dict(example)
     if "scales" in layout:
-        states = columns["states"].float().unflatten(-1, (*layout["scales"][1], -1))
-        scales = (states.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-        columns |= {"states": (states / scales[..., None]).flatten(-2), "scales": scales}
+        pieces = [_scaled(piece, layout["scales"][1][0]) for piece in columns["states"].split(ROWS_AT_ONCE)]
+        states, scales = zip(*pieces, strict=True)
+        columns |= {"states": torch.cat(states), "scales": torch.cat(scales)}
     stored = {name: columns[name].to(dtype) for name, (dtype, _) in layout.items()}
     for name, (_, shape) in layout.items():
         found, expected = tuple(stored[name].shape), (len(columns["input_ids"]), *shape)
         if found != expected:
             raise ValueError(f"{name} of a row has shape {found}; expected {expected}.")
     return stored
+
+
+def _scaled(states: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
+    """Returns states (N, n*ht) in fp8 and their scales (N, n)."""
+    each = states.float().unflatten(-1, (num_states, -1))
+    scales = (each.abs().amax(-1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (each / scales[..., None]).flatten(-2).to(FP8), scales
 
 
 class HiddenStateStore(Dataset):
@@ -261,10 +271,20 @@ def _decode(stored: Columns) -> Columns:
     """Returns an example from its stored columns."""
     columns = stored | {"input_ids": stored["input_ids"].long(), "answers": stored["answers"].bool()}
     if "scales" in columns:
-        scales = columns.pop("scales")
-        states = columns["states"].float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
-        columns["states"] = states.flatten(-2).bfloat16()
+        pairs = zip(columns["states"].split(ROWS_AT_ONCE), columns.pop("scales").split(ROWS_AT_ONCE), strict=True)
+        columns["states"] = torch.cat([_unscaled(states, scales) for states, scales in pairs])
     return columns
+
+
+def _unscaled(states: Tensor, scales: Tensor) -> Tensor:
+    """Returns states (N, n*ht) in bfloat16, of fp8 ones and their scales (N, n).
+
+    The bits of an fp8 number, moved to those of fp16, are 1/256 of it: their exponents are biased by 7 and 15. torch's
+    own conversion takes four times as long on a CPU.
+    """
+    bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    values = bits.view(torch.float16).float().unflatten(-1, (scales.shape[-1], -1))
+    return (values * (256 * scales)[..., None]).flatten(-2).bfloat16()
 
 
 def save_target_parts(folder: str | Path, target: Any, scoring: dict[str, Any]) -> None:

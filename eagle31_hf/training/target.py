@@ -162,10 +162,10 @@ def _tied(drafter: Eagle31DrafterModel, ends: TargetEnds, layer_ids: list[int], 
     """Ties a drafter to the ends of a target whose states at these layers it is to learn from."""
     asked = drafter.config.aux_hidden_state_layer_ids
     if asked not in (None, layer_ids) or drafter.config.num_aux_states != len(layer_ids):
-        reads = drafter.config.num_aux_states if asked is None else asked
+        reads = f"{drafter.config.num_aux_states} of any" if asked is None else str(asked)
         raise ValueError(
-            f"{source}: layer_ids is {layer_ids}, and the drafter reads {reads} states a token; expected the same."
-            " Prepare the data with what you train with."
+            f"{source}: has states of the layers {layer_ids}, the drafter reads {reads}; expected the same. Prepare the"
+            " data with what you train with."
         )
     drafter.config.aux_hidden_state_layer_ids = layer_ids  # serving must not take defaults for them
     drafter.load_target_embeddings(ends)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
+from .read_ahead import TrainingBatches
 from .saving import changed_since, last_checkpoint
 from .spreading import position_skips
 from .target import TargetReader, ends_behind, shard
@@ -41,9 +42,9 @@ CHECKED = 4  # items of a dataset that are looked at before anything begins
 
 class Eagle31Trainer(CheckpointingTrainer):
     """Trains an `Eagle31DrafterModel`. Everything of `transformers.Trainer` works as there, but for what a target and
-    its drafter change: `get_batch_samples` counts what losses are divided by, `compute_loss` reads the target first,
-    `get_eval_dataloader` and `evaluation_loop` measure acceptance, `log` adds figures by depth; `train` and the methods
-    that `CheckpointingTrainer` overrides are about saving and resuming.
+    its drafter change: `get_train_dataloader` and `get_batch_samples` read ahead, and count what losses are divided by,
+    `compute_loss` reads the target first, `get_eval_dataloader` and `evaluation_loop` measure acceptance, `log` adds
+    figures by depth; `train` and the methods that `CheckpointingTrainer` overrides are about saving and resuming.
 
     `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a
     `HiddenStateStore` with states, or `StreamedStates`. Datasets hold examples {"input_ids", "answers"}, see `packing`.
@@ -88,7 +89,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         )
         if isinstance(self.reader, TargetEnds):
             self.reader.to(args.device)
-        self._figures = TrainingFigures(args.device)
+        self._figures, self._batches = TrainingFigures(args.device), TrainingBatches()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
@@ -100,6 +101,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
                 )
         self._figures.clear()
+        self._batches = TrainingBatches()
         self._watch = DivergenceWatch(self.accelerator, self.args)
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:
@@ -107,17 +109,28 @@ class Eagle31Trainer(CheckpointingTrainer):
         if resume_from_checkpoint in (None, False) and self.args.should_save:
             # an earlier run's, which says that it is finished
             Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        try:
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            self._batches.close()
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_state()
         return output
 
+    def get_train_dataloader(self) -> DataLoader:
+        return self._batches.of(super().get_train_dataloader())
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        """Returns the batches of one optimizer step, as they are trained on (`_as_trained`), and the denominators of
-        their losses at each depth (K,), over all processes."""
+        """Returns the batches of one optimizer step, see `as_trained`, and the denominators of their losses at each
+        depth (K,), over all processes. What is drawn for them follows from the run's seed, the step and the process, so
+        that nothing else that is drawn changes it."""
         if self._watch.is_due:
             self._watch.check_steps()
-        samples = self._as_trained(list(islice(epoch_iterator, num_batches)))
+        began = monotonic()
+        samples = self._batches.take(epoch_iterator, num_batches)
+        self._figures.add_waiting(monotonic() - began)
+        draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
+        samples = [as_trained(batch, self.args.train_prompts, self.position_reach, draws) for batch in samples]
         for batch in samples:
             self._figures.begin(batch["documents"])
         settings = self.args.settings()
@@ -125,19 +138,6 @@ class Eagle31Trainer(CheckpointingTrainer):
         denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]
         totals = torch.stack(denominators).sum(0) if samples else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
-
-    def _as_trained(self, samples: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Returns the batches of one optimizer step: all of a text is an answer where `train_prompts` says so, and
-        `skips` spread positions. These follow from the run's seed, the step and the process, so that nothing else that
-        is drawn changes them. Raises ValueError for a collator's batches that lack a column."""
-        for batch in samples:
-            check_columns(batch)
-        if self.args.train_prompts:
-            samples = [batch | {"answers": batch["documents"] > 0} for batch in samples]
-        if reach := self.position_reach:
-            draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
-            samples = [batch | {"skips": position_skips(batch["documents"], reach, draws)} for batch in samples]
-        return samples
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
@@ -263,6 +263,15 @@ def source_of_states(
         )
     drafter.load_target_embeddings(reader.ends)
     return reader
+
+
+def as_trained(batch: dict[str, Tensor], all_tokens: bool, reach: int, draws: torch.Generator) -> dict[str, Tensor]:
+    """Returns a batch as it is trained on: `all_tokens` of a text are an answer, and `skips` spread positions up to
+    `reach`. Raises ValueError for a collator's batch that lacks a column."""
+    check_columns(batch)
+    if all_tokens:
+        batch = batch | {"answers": batch["documents"] > 0}
+    return batch | {"skips": position_skips(batch["documents"], reach, draws)} if reach else batch
 
 
 def freeze(drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments) -> None:

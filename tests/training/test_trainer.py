@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from accelerate import Accelerator
 from close import EXACT, assert_close
 from conftest import PROMPT, build_drafter, build_target
 from factories import VOCAB, build, target
@@ -28,6 +29,8 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
+from eagle31_hf.training.figures import TrainingFigures
+from eagle31_hf.training.objective import OF_ALL, OF_WATCHED
 from eagle31_hf.training.saving import changed_since
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader
@@ -161,7 +164,10 @@ def test_callbacks_see_every_figure(tmp_path):
     names = ("distance", "accuracy", "acceptance", "greedy_acceptance", "coverage", "state_norm")
     names += tuple(f"{place}_mass" for place in ("sink", "prompt", "own", "self"))
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
-    assert listener.seen[0] == ("log", by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second"})
+    assert listener.seen[0] == (
+        "log",
+        by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second", "waiting_for_data"},
+    )
     lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
     by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
     expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
@@ -218,15 +224,26 @@ def test_a_second_run_begins_its_figures_anew(tmp_path):
 
 
 def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, monkeypatch):
-    """By a clock whose n-th reading is n squared: a log of two steps reads it at the first batch, and then, 1 s later,
-    at its end."""
+    """By a clock whose n-th reading is n squared: a log of two steps reads it when it has its batches, at the first
+    one, and then, 3 s later, at its end."""
     ticks = itertools.count()
     monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: float(next(ticks) ** 2))
     examples = make_examples(4)
     trainer = make_trainer(tmp_path, examples, logging_steps=2)
     trainer.train()
     [log] = [log for log in trainer.state.log_history if "tokens_per_second" in log]
-    assert log["tokens_per_second"] == sum(len(example["input_ids"]) for example in examples)
+    assert log["tokens_per_second"] == round(sum(len(example["input_ids"]) for example in examples) / 3, 1)
+
+
+def test_the_share_of_time_that_waits_for_data(monkeypatch):
+    clock = iter([10.0, 20.0, 22.0])
+    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: next(clock))
+    accelerator, figures = Accelerator(cpu=True), TrainingFigures(torch.device("cpu"))
+    for waited, share in (([7.0, 2.0, 0.5], 0.25), ([1.0], 0.5)):  # what comes before the first batches does not count
+        for seconds in waited:
+            figures.add_waiting(seconds)
+        figures.add(torch.ones(2 + len(OF_ALL) + len(OF_WATCHED), 2))
+        assert figures.take(accelerator)["waiting_for_data"] == share
 
 
 def test_tensorboard_gets_the_figures(tmp_path):
@@ -419,7 +436,7 @@ def test_a_store_that_does_not_belong_to_the_run_is_refused(tmp_path):
     store = write_store(tmp_path / "store", target(), drafter, make_examples(2))
     with pytest.raises(ValueError, match="attention_alignment"):
         make_trainer(tmp_path, store, drafter, target=None, attention_alignment=0.1)
-    with pytest.raises(ValueError, match=r"layer_ids is \[1, 2, 4\], expected \[0, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"the layers \[1, 2, 4\], the drafter reads \[0, 2, 4\]"):
         make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=[0, 2, 4]), target=None)
     with pytest.raises(ValueError, match="neither a target nor a store"):
         make_trainer(tmp_path, make_examples(2), drafter, target=None)
@@ -431,7 +448,7 @@ def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
     trainer = make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=None), target=None)
     assert trainer.drafter.config.aux_hidden_state_layer_ids == [0, 2, 4]
     fewer = write_store(tmp_path / "fewer", target(), build(aux_hidden_state_layer_ids=[0, 4]), make_examples(2))
-    with pytest.raises(ValueError, match="has 2 states a token, the drafter reads 3"):
+    with pytest.raises(ValueError, match=r"layers \[0, 4\], the drafter reads 3 of any"):
         make_trainer(tmp_path, fewer, build(aux_hidden_state_layer_ids=None), target=None)
 
 
