@@ -80,6 +80,7 @@ def data_options(args: argparse.Namespace, **others: Any) -> Any:
         seed=args.seed,
         template_options=dict(args.template_option),
         engine=engine_options(args),
+        processes=args.processes,
         **answer_options(args),
         **others,
     )
@@ -171,7 +172,7 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--records-per-shard",
         type=positive,
-        help="records of the data in a shard (default: 64, of an engine's answers without states 1,024)",
+        help="records of the data in a shard (default: 64, without states and answers made here 1,024)",
     )
     add_option(parser, "--batch-size", positive, 8, "rows the target reads at once")
     parser.add_argument("--seed", type=seed, default=0)
@@ -257,7 +258,13 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --template-option."""
+    """Adds the options of reading chats."""
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="so many tokenize where no answers are made (default: all cores)",
+    )
     what = "what the chat template reads besides, as enable_thinking=false"
     add_assignments(parser, "--template-option", field, what)
 

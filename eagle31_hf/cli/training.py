@@ -206,8 +206,7 @@ def read_data(
 
     from ..training.recipe import ExampleReader
 
-    regenerate_in = Path(args.output) if options.regenerate else None
-    reader = ExampleReader(target, tokenizer, options, progress, regenerate_in, states_by)
+    reader = ExampleReader(target, tokenizer, options, progress, Path(args.output), states_by)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
         progress("too few rows to hold any out: nothing is evaluated, and the last checkpoint is kept")

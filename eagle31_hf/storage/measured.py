@@ -17,6 +17,11 @@ FOLDER = "eagle31_hf"  # in HF_HOME
 CPUINFO = Path("/proc/cpuinfo")
 
 
+def cache_folder(*names: str) -> Path:
+    """Returns a path in this library's part of the user's cache folder."""
+    return Path(constants.HF_HOME, FOLDER, *names)
+
+
 class Measured:
     """Figures by key, in a JSON file in the cache folder, whose `name` may begin with folders.
 
@@ -32,7 +37,7 @@ class Measured:
     @property
     def path(self) -> Path:
         """The file."""
-        return Path(constants.HF_HOME, FOLDER, f"{self._name}.json")
+        return cache_folder(f"{self._name}.json")
 
     def get(self, key: str) -> Any:
         """Returns the figures of a key, None where there are none."""

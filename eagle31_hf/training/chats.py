@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from .alike_texts import AlikeTexts
 from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
 from .preparation_options import LEAST_TEXT, PreparationOptions
@@ -40,6 +41,7 @@ class ExampleMaker:
     def __post_init__(self):
         # In answers that are regenerated all else is a prompt.
         self.learns_all = self.options.mask == "all" and not self.options.regenerate
+        self._texts_of_chat = AlikeTexts(self.tokenizer)
 
     def examples(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
         """Makes the examples of one record: one of a chat, or one for each answer; of a text one for each piece of it.
@@ -112,7 +114,7 @@ class ExampleMaker:
                 " the tokenizer of the instruction-tuned target."
             )
         if self.learns_all:
-            ids = self._render(chat)["input_ids"]
+            ids = self._rendered(chat)
             return [_tokens(ids, [False] * len(ids))]
         # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
         template = self.tokenizer.get_chat_template(self.options.chat_template, chat.tools)
@@ -125,16 +127,18 @@ class ExampleMaker:
     def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
         with refused_by("template"):
             return self.tokenizer.apply_chat_template(
-                chat.messages[:num_messages],
-                tools=chat.tools,
-                tokenize=True,
-                return_dict=True,
-                **self.options.template | options,
+                chat.messages[:num_messages], tools=chat.tools, **self.options.template | options
             )
+
+    def _rendered(self, chat: Chat, num_messages: int | None = None, **options: Any) -> list[int]:
+        """Returns the ids of the first messages of a chat, by default of all."""
+        text = self._render(chat, num_messages, tokenize=False, **options)
+        with refused_by("template"):
+            return self._texts_of_chat.ids(text)
 
     def _by_marks(self, chat: Chat) -> Tokens:
         """Renders the chat; answers are the parts that the template marks as generated."""
-        rendered = self._render(chat, return_assistant_tokens_mask=True)
+        rendered = self._render(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids = rendered["input_ids"]
         answers = [False] * len(rendered["input_ids"])
         end = 0
@@ -147,12 +151,15 @@ class ExampleMaker:
     def _by_prefixes(self, chat: Chat) -> list[Tokens]:
         """Renders the chat; an answer is what its message adds to the prompt before it. Returns one text where no later
         message changes that, else one for each answer."""
-        whole = self._render(chat)["input_ids"]
+        text = self._render(chat, tokenize=False)
+        with refused_by("template"):
+            whole = self._texts_of_chat.first(text)
         turns = []
         for number, message in enumerate(chat.messages):
             # Nobody asks a target to speak first.
             if number and message["role"] == "assistant" and any(message.get(name) for name in SAID):
-                turns.append(self._turn(chat, number))
+                is_last = number + 1 == len(chat.messages)
+                turns.append(self._turn(chat, number, whole if is_last else None))
         if any(whole[: len(ids)] != ids for ids, _ in turns):
             return [_tokens(ids, answers) for ids, answers in turns]
         answers = [False] * len(whole)
@@ -160,13 +167,16 @@ class ExampleMaker:
             answers[: len(marks)] = [old or new for old, new in zip(answers, marks, strict=False)]
         return [_tokens(whole, answers)]
 
-    def _turn(self, chat: Chat, number: int) -> tuple[list[int], list[bool]]:
-        """Renders the chat up to the end of a message, as it is when the target has just given it: the only answer."""
-        prompt = self._render(chat, number, add_generation_prompt=True)["input_ids"]
-        ids = self._render(chat, number + 1)["input_ids"]
-        begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
+    def _turn(self, chat: Chat, number: int, ids: list[int] | None = None) -> tuple[list[int], list[bool]]:
+        """Renders the chat up to the end of a message, as it is when the target has just given it: the only answer.
+        `ids`: the chat up to there, where it is known."""
+        prompt = self._rendered(chat, number, add_generation_prompt=True)
+        ids = self._rendered(chat, number + 1) if ids is None else ids
+        begin = len(prompt)
+        if ids[:begin] != prompt:
+            begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
         # They may part within the header of the answer: a line break of the prompt may be one token with what follows.
-        if begin < len(prompt) and begin < len(self._render(chat, number)["input_ids"]):
+        if begin < len(prompt) and begin < len(self._rendered(chat, number)):
             raise Skipped("template refused it: it renders a prompt otherwise once it is answered")
         answers = [False] * len(ids)
         end = self._mark(ids, answers, begin, len(ids))

@@ -13,7 +13,7 @@ from .shapes import layer_ids_for
 MASKS = ("answers", "all")
 LEAST_TEXT = 4  # tokens of a piece of plain text
 RECORDS_PER_SHARD = 64
-RECORDS_PER_SHARD_OF_AN_ENGINE = 1024  # it answers what it is asked at once many times faster than one by one
+RECORDS_PER_LARGE_SHARD = 1024  # of an engine, which answers what it is asked at once, and of tokens alone
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class PreparationOptions:
     `self_prompts`: so many chats are added whose user is the target, too, see `SelfPrompts`; with `regenerate` only.
     `states`: the target's states are stored too, those at `layer_ids` (by default where drafters read) in `dtype`, one
     of STORED_DTYPES (by default the target's). `batch_size`: examples the target reads, or prompts it answers, at once.
-    `records_per_shard`: by default 64, of an engine's answers without states 1,024.
+    `records_per_shard`: by default 64, without states and answers made here 1,024. `processes`: so many tokenize where
+    the target has nothing to do, None: as many as there are cores for this process.
     Raises ValueError for options that do not go together.
     """
 
@@ -49,6 +50,7 @@ class PreparationOptions:
     dtype: str | None = None
     batch_size: int = 8
     records_per_shard: int | None = None
+    processes: int | None = None
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
@@ -87,7 +89,8 @@ class PreparationOptions:
         """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises
         ValueError for layers that the target does not have."""
         if not self.states:
-            usual = RECORDS_PER_SHARD if self.engine is None else RECORDS_PER_SHARD_OF_AN_ENGINE
+            runs_here = self.regenerate and self.engine is None
+            usual = RECORDS_PER_SHARD if runs_here else RECORDS_PER_LARGE_SHARD
             return replace(self, records_per_shard=self.records_per_shard or usual)
         asked = self.layer_ids or layer_ids_for(target.config.get_text_config(decoder=True))
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=asked).resolve_layer_ids(len(decoder_layers(target)))

@@ -5,7 +5,7 @@ several processes can make some each.
 """
 
 import time
-from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,22 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .ends import tensor_parallel_group
 from .engine_states import EngineStates
-from .packing import Examples
 from .preparation_options import PreparationOptions
+from .processes import in_processes, processes
 from .records import Joined, Records, read_records
 from .self_prompts import SelfPrompts
-from .shard_builder import Progress, ShardBuilder, each_record, example_maker
+from .shard_builder import Progress, ShardBuilder
 from .skipped import Skips
-from .store import (
-    MANIFEST,
-    Columns,
-    HiddenStateStore,
-    missing_shards,
-    open_store,
-    read_manifest,
-    save_target_parts,
-    write_shard,
-)
+from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts
 
 MOST_REASONS = 5  # in an error
 
@@ -103,29 +94,6 @@ def _records(source: str | None, options: PreparationOptions) -> Records:
     return Joined([given, own]) if options.self_prompts else given
 
 
-def examples_in_memory(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source: str,
-    options: PreparationOptions,
-    progress: Progress | None = None,
-) -> tuple[Examples, dict[str, int]]:
-    """Returns the examples of a source as it is, and by reason how many records gave none; `progress` is told where the
-    first ones of each reason are. Options of stores, regeneration and states do not count.
-
-    Raises ValueError where no record gives an example.
-    """
-    records = read_records(source, options.split)
-    skips = Skips(records.where, progress)
-    maker = example_maker(target, tokenizer, options)
-    made = each_record(records, range(len(records)), maker.examples, skips)
-    examples = [example for _, of_record in made for example in of_record]
-    skipped = dict(skips.taken())
-    if not examples:
-        raise _no_examples(source, records, skips, skipped)
-    return Examples.from_iterable(examples), skipped
-
-
 def _no_examples(source: str | None, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
     reasons = ", ".join(f"{count:,}: {reason}" for reason, count in sorted(counts.items())[:MOST_REASONS])
     first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
@@ -141,28 +109,33 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:
-    """Makes the shards of a part; one is written while the next is made."""
+    """Makes the shards of a part: where the target is not needed in several processes, else one after the other, each
+    written while the next is made."""
     mine = _missing(output, part)
+    count = min(processes(builder.options), len(mine))
+    if count > 1 and not builder.needs_target:
+        made = in_processes(builder, output, mine, count)
+    else:
+        made = _one_by_one(builder, output, mine)
     begin, total = time.monotonic(), 0
+    for done, (num_rows, num_tokens) in enumerate(made, 1):
+        total += num_tokens
+        seconds = time.monotonic() - begin
+        progress(
+            f"shard {done} of {len(mine)}: {num_rows:,} rows, {num_tokens:,} tokens; {total / seconds:,.0f} tokens/s,"
+            f" {seconds / done * (len(mine) - done) / 60:.0f} minutes left"
+        )
+
+
+def _one_by_one(builder: ShardBuilder, output: str | Path, indices: list[int]) -> Iterator[tuple[int, int]]:
+    """Makes and writes shards; yields the examples and tokens of each once it is written."""
     with ThreadPoolExecutor(1) as writer:
         writing = list[Future[tuple[int, int]]]()  # at most one
-        for done, index in enumerate([*mine, None]):
-            made = None if index is None else builder.build(index)
-            for written in writing:
-                num_rows, num_tokens = written.result()
-                total += num_tokens
-                seconds = time.monotonic() - begin
-                progress(
-                    f"shard {done} of {len(mine)}: {num_rows:,} rows, {num_tokens:,} tokens; {total / seconds:,.0f}"
-                    f" tokens/s, {seconds / done * (len(mine) - done) / 60:.0f} minutes left"
-                )
-            writing = [] if made is None else [writer.submit(_write, output, index, *made)]
-
-
-def _write(output: str | Path, index: int, examples: list[Columns], skipped: Counter[str]) -> tuple[int, int]:
-    """Writes a shard, and returns the numbers of its examples and tokens."""
-    write_shard(output, index, examples, skipped)
-    return len(examples), sum(len(example["input_ids"]) for example in examples)
+        for index in indices:
+            made = builder.build(index)
+            yield from (written.result() for written in writing)
+            writing = [writer.submit(builder.write, output, index, *made)]
+        yield from (written.result() for written in writing)
 
 
 def _summary(output: str | Path) -> Prepared:

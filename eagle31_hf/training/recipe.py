@@ -4,7 +4,9 @@ the lines that say how it goes.
 `eagle31 train` and examples/train.py are made of these parts; each can be used alone.
 """
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -16,8 +18,10 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
+from ..checkpoints.sharing import folder_lock
 from ..modeling import Eagle31DrafterModel
-from ..storage.fingerprints import tokenizer_fingerprint
+from ..storage.fingerprints import digest, tokenizer_fingerprint
+from ..storage.measured import cache_folder
 from ..targets.ends import execution_device, shape_of
 from .answers import stop_ids
 from .ends import TargetEnds
@@ -25,13 +29,14 @@ from .engine_states import EngineStates, StreamedStates
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
-from .prepare import examples_in_memory, prepare_data
+from .prepare import prepare_data
+from .records import identity
 from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget, TargetReader
 
 FOR_COVERAGE = 16  # examples on which the target's probability of a draft vocabulary is measured
-EVAL_DATA = "eval-data"  # folder of regenerated answers to evaluate on
+EVAL_DATA = "eval-data"  # folder of what is evaluated on
 WORTH_TELLING = 0.05  # of the time
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
 Progress = Callable[[str], None]  # is told one line at a time
@@ -56,17 +61,17 @@ class TrainingData:
 class ExampleReader:
     """Reads sources of training data as examples for one target and its tokenizer.
 
-    A source is a store that prepare-data wrote, or chats and texts, of which examples are made now as `options` say.
-    With `regenerate_in`, answers are first replaced by the target's own, and self-prompted chats added; these examples
-    go into stores below that folder, so that none is generated twice. With `states_by`, examples bring the target's
-    states, which are asked for as the examples are trained on.
+    A source is a store that prepare-data wrote, or chats and texts. Of these examples are made as `options` say, by all
+    processes together, and kept in stores, so that none is made twice: below `folder` those in the target's own words,
+    in the user's cache folder those of the data as it is, for later runs, too. With `states_by`, examples bring the
+    target's states, which are asked for as the examples are trained on.
     """
 
     target: Any  # the model, or a StoredTarget
     tokenizer: PreTrainedTokenizerBase
     options: PreparationOptions
     progress: Progress
-    regenerate_in: Path | None = None
+    folder: Path
     states_by: EngineStates | None = None
 
     def training_data(self, source: str | None, eval_source: str | None, num_held_out: int) -> TrainingData:
@@ -100,28 +105,43 @@ class ExampleReader:
                     f"{source} is a store, to which no self-prompted chats are added here; expected the data it was"
                     " made of, or a store made by prepare-data --self-prompts."
                 )
-            if self.regenerate_in is not None and not store.manifest.source["regenerate"]:
+            if self.options.regenerate and not store.manifest.source["regenerate"]:
                 raise ValueError(
                     f"{source} is a store of answers as the data has them, and answers are to be regenerated; expected"
                     " the data it was made of, or a store made by prepare-data --regenerate."
                 )
             return store, self._facts(source, store, store.skipped)
-        if self.regenerate_in is not None:
-            store = self._regenerated(source, self.regenerate_in / name)
-            return store, self._facts(source or "self-prompted chats", store, store.skipped)
-        assert source is not None  # self-prompted chats are answered, and so regenerated
-        examples, skipped = examples_in_memory(self.target, self.tokenizer, source, self.options, self.progress)
-        return examples, self._facts(source, examples, skipped)
+        store = self._made(source, name)
+        return store, self._facts(source or "self-prompted chats", store, store.skipped)
 
-    def _regenerated(self, source: str | None, folder: Path) -> HiddenStateStore:
-        """Makes the store in `folder`, each process of a distributed run its share of the shards."""
-        state = PartialState()
+    def _made(self, source: str | None, name: str) -> HiddenStateStore:
+        """Makes the store of a source, each process of a distributed run its share of the shards."""
+        if not self.options.regenerate:
+            return self._tokenized(source)
+        state, options = PartialState(), self.options
+        folder = self.folder / name
         part = (state.process_index, state.num_processes)
-        options = replace(self.options, regenerate=True)
-        if folder.name == EVAL_DATA:  # what is evaluated on is as the caller has it
+        if name == EVAL_DATA:  # what is evaluated on is as the caller has it
             options = replace(options, self_prompts=0)
         prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
+        return HiddenStateStore(folder)
+
+    def _tokenized(self, source: str) -> HiddenStateStore:
+        """Makes the store of a source as it is in the cache folder, or finds it there: each machine by its own
+        processes, and one run at a time."""
+        state = PartialState()
+        options = replace(self.options, engine=None)
+        read_as = repr(replace(options, processes=None, batch_size=1))
+        made_of = identity(source, options.split), read_as, tokenizer_fingerprint(self.tokenizer)
+        cached = cache_folder("examples", digest(*made_of)[:16])
+        cached.mkdir(parents=True, exist_ok=True)
+        part = (state.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        folder = cached / "store"
+        with folder_lock(cached, required=False) if state.is_local_main_process else nullcontext():
+            state.wait_for_everyone()
+            prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
+            state.wait_for_everyone()
         return HiddenStateStore(folder)
 
     def _facts(self, source: str, examples: Any, skipped: Mapping[str, int]) -> dict[str, Any]:

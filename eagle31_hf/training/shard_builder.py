@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from .records import Record, Records, identity
 from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
 from .skipped import Skipped, Skips
-from .store import Columns, Manifest
+from .store import Columns, Manifest, write_shard
 from .target import TargetReader
 
 PROBES = 3  # prompts by which an engine is checked
@@ -121,6 +122,16 @@ class ShardBuilder:
         if self.reader is not None:
             self._add_states(self.reader, examples)
         return examples, self.skips.taken()
+
+    @property
+    def needs_target(self) -> bool:
+        """True where the target, or an engine in its place, answers or gives states."""
+        return self.generator is not None or self.reader is not None
+
+    def write(self, folder: str | Path, index: int, examples: list[Columns], skipped: Counter[str]) -> tuple[int, int]:
+        """Writes a shard that was built; returns the numbers of its examples and tokens."""
+        write_shard(folder, index, examples, skipped)
+        return len(examples), sum(len(example["input_ids"]) for example in examples)
 
     def _regenerated(self, source: AnswerSource, numbers: range) -> list[Columns]:
         """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer

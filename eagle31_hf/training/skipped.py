@@ -46,6 +46,7 @@ class Skips:
     def __init__(self, place_of: Callable[[int], str], report: Callable[[str], None] | None = None):
         self.place_of, self.report = place_of, report
         self.first: list[str] = []  # where the first few are, and why they are skipped
+        self.shown: list[tuple[int, Skipped]] = []  # the first few of each reason
         self._counts, self._reported = Counter[str](), Counter[str]()
 
     def add(self, number: int, refusal: Skipped | str) -> None:
@@ -56,10 +57,16 @@ class Skips:
         if self._reported[refusal.reason] > SHOWN:
             return
         refusal.place = refusal.place or self.place_of(number)
+        self.shown.append((number, refusal))
         if len(self.first) < SHOWN:
             self.first.append(str(refusal))
         if self.report is not None:
             self.report(f"skipped {refusal}")
+
+    def forget(self) -> None:
+        """Begins anew with the first few of each reason, and tells nobody of them."""
+        self.shown, self.report = [], None
+        self._reported.clear()
 
     def taken(self) -> Counter[str]:
         """Returns the counts since they were last taken."""

@@ -31,8 +31,9 @@ from eagle31_hf.cli.loading import load_causal_lm, load_outline, load_tokenizer
 from eagle31_hf.training.engine_states import StreamedStates, engine_states, options_of_server
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
-from eagle31_hf.training.prepare import examples_in_memory
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.servers import EngineOptions, Patience
+from eagle31_hf.training.store import HiddenStateStore
 from eagle31_hf.training.target import TargetReader
 
 TARGET, LAYERS = str(demo.FOLDER / "target"), [2, 12, 21]
@@ -54,7 +55,8 @@ def main() -> None:
     texts.write_text("\n".join(json.dumps({"text": text}) for text in demo_texts()))
     target = load_causal_lm(TARGET, dtype=getattr(torch, args.dtype))
     options = PreparationOptions(max_length=LENGTH)
-    examples, _ = examples_in_memory(target, load_tokenizer(TARGET), str(texts), options)
+    prepare_data(target, load_tokenizer(TARGET), str(texts), args.work / "tokens", options)
+    examples = HiddenStateStore(args.work / "tokens")
     found = {"dtype": args.dtype, "versions": versions(args.vllm_python)}
     found["beside the target"] = trained(target, examples, args, target)
     with ExitStack() as stack:

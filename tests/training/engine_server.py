@@ -170,8 +170,10 @@ class EngineServer:
         if settings["temperature"]:
             top_k = max(0, settings["top_k"])
             sampled = {"do_sample": True, "top_k": top_k} | {name: settings[name] for name in ("temperature", "top_p")}
-        with self._running, torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(seed or 0)
+        # drawn numbers are this process's: a greedy answer leaves them alone
+        with self._running, torch.random.fork_rng(enabled=sampled["do_sample"]), torch.no_grad():
+            if sampled["do_sample"]:
+                torch.manual_seed(seed or 0)
             answer = self.target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -12,7 +12,7 @@ from letters import build_tokenizer, maker_of
 
 from eagle31_hf.training.kinds import KINDS
 from eagle31_hf.training.preparation_options import PreparationOptions
-from eagle31_hf.training.prepare import examples_in_memory, prepare_data
+from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.records import read_records
 from eagle31_hf.training.shard_builder import each_record
 from eagle31_hf.training.skipped import SHOWN, Skips
@@ -211,14 +211,13 @@ def test_stores_are_made_of_the_others(tmp_path, tokenizer, target, regenerate):
 
 def test_where_no_example_is_left_the_first_reasons_are_named(tmp_path, tokenizer, target):
     data = written(tmp_path / "data.jsonl", [b'{"text": 5}', b"NaN", b'{"text": "a'])
-    for make in (
-        lambda: examples_in_memory(target, tokenizer, data, PreparationOptions(max_length=40)),
-        lambda: prepare_data(target, tokenizer, data, tmp_path / "store", PreparationOptions(max_length=40)),
-    ):
+    for count in (1, 2):
+        options, said = PreparationOptions(max_length=40, records_per_shard=1, processes=count), list[str]()
         with pytest.raises(ValueError, match="none of its 3 records makes a row") as caught:
-            make()
+            prepare_data(target, tokenizer, data, tmp_path / f"store {count}", options, progress=said.append)
         for number, text in ((1, "text is 5"), (2, "holds a float"), (3, "Unterminated string")):
             assert f"{number}) {data}, line {number}: {text}" in str(caught.value)
+            assert len([line for line in said if line.startswith(f"skipped {data}, line {number}: {text}")]) == 1
 
 
 # Records at random.

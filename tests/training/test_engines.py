@@ -672,7 +672,9 @@ def test_records_of_which_nothing_can_be_asked(tmp_path, outline, tokenizer, ser
 def test_training_data_is_answered_by_an_engine(tmp_path, target, tokenizer, data, greedy, serve):
     server = serve()
     engine = EngineOptions((server.url,), patience=QUICKLY)
-    options = PreparationOptions(max_length=LENGTH, max_new_tokens=10, records_per_shard=3, engine=engine)
+    options = PreparationOptions(
+        max_length=LENGTH, max_new_tokens=10, records_per_shard=3, engine=engine, regenerate=True
+    )
     options.generation["do_sample"] = False
     store, _ = ExampleReader(target, tokenizer, options, print, tmp_path).read(data, "data")
     assert shards(tmp_path / "data") == shards(greedy)

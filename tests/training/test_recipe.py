@@ -1,7 +1,10 @@
 """The parts of a training run: what is held out, where regenerated examples go, what a new drafter begins with."""
 
 import json
+import os
+import signal
 from copy import deepcopy
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -22,6 +25,7 @@ from eagle31_hf.training.recipe import (
     target_in_store,
     untrained_drafter,
 )
+from eagle31_hf.training.shard_builder import ShardBuilder
 from eagle31_hf.training.store import HiddenStateStore
 
 RECORDS = 30
@@ -50,8 +54,8 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def reader(target, speller, told) -> ExampleReader:
-    return ExampleReader(target, speller, OPTIONS, told.append)
+def reader(target, speller, told, tmp_path) -> ExampleReader:
+    return ExampleReader(target, speller, OPTIONS, told.append, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("asked", "held_out"), [(0, None), (2, 2), (99, 3)], ids=["none", "some", "a tenth"])
@@ -68,7 +72,8 @@ def test_some_examples_are_held_out_drawn_at_random(reader, source, told, asked,
     assert data.facts == facts
     assert facts["rows"] == RECORDS
     assert facts["tokens"] == sum(map(len, texts))
-    assert told == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
+    assert told[1:] == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
+    assert told[0].startswith("shard 1 of 1: 30 rows")  # made once
 
 
 def test_a_chat_is_held_out_whole():
@@ -99,10 +104,10 @@ def test_examples_of_another_source_are_held_out_whole(reader, source, tmp_path)
 
 
 def test_regenerated_examples_are_read_from_their_store_by_another_run(target, speller, source, tmp_path, told):
-    reader = ExampleReader(target, speller, OPTIONS, told.append, regenerate_in=tmp_path / "run")
+    reader = ExampleReader(target, speller, replace(OPTIONS, regenerate=True), told.append, tmp_path / "run")
     examples, facts = reader.read(source, "data")
     made = [line for line in told if line.startswith("shard")]
-    again, facts_again = ExampleReader(target, speller, OPTIONS, told.append).read(
+    again, facts_again = ExampleReader(target, speller, OPTIONS, told.append, tmp_path / "other").read(
         str(tmp_path / "run" / "data"), "data"
     )
     assert (facts["rows"], facts["tokens"]) == (facts_again["rows"], facts_again["tokens"])
@@ -174,6 +179,54 @@ def test_a_log_says_how_fast_a_run_is_and_how_long_it_takes(told, monkeypatch):
 
 def test_answers_of_a_store_are_not_regenerated_in_silence(target, speller, source, tmp_path, told):
     prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
-    reader = ExampleReader(target, speller, OPTIONS, told.append, regenerate_in=tmp_path / "run")
+    reader = ExampleReader(target, speller, replace(OPTIONS, regenerate=True), told.append, tmp_path / "run")
     with pytest.raises(ValueError, match=r"answers as the data has them, .* expected the data it was made of"):
         reader.read(str(tmp_path / "store"), "data")
+
+
+def test_a_source_is_tokenized_once_for_all_runs_that_read_it_alike(target, speller, source, tmp_path, told):
+    def read(options=OPTIONS, name="run"):
+        told.clear()
+        store, _ = ExampleReader(target, speller, options, told.append, tmp_path / name).read(source, "data")
+        return store, [line for line in told if line.startswith("shard")]
+
+    first, made = read()
+    assert len(made) == 1
+    for again, made in (read(), read(name="other"), read(replace(OPTIONS, processes=1, batch_size=3))):
+        assert (again.folder, made) == (first.folder, [])
+    shorter, made = read(replace(OPTIONS, max_length=OPTIONS.max_length - 1))
+    assert (shorter.folder != first.folder, len(made)) == (True, 1)
+    with open(source, "a") as file:
+        file.write('\n{"text": "abcdefgh"}')
+    longer, _ = read()
+    assert (len(longer), len(first)) == (RECORDS + 1, RECORDS)
+    assert not (tmp_path / "run").exists(), "a run's folder has what only it can use"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_make_the_shards_that_one_makes(target, speller, source, tmp_path, count):
+    for folder, processes in (("one", 1), ("several", count)):
+        options = replace(OPTIONS, records_per_shard=4, processes=processes)
+        prepare_data(target, speller, source, tmp_path / folder, options)
+    found = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "several")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 1 + -(-RECORDS // 4)
+
+
+def test_a_killed_process_is_named_and_what_is_complete_is_kept(target, speller, source, tmp_path, monkeypatch):
+    build = ShardBuilder.build
+
+    def killed(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return build(self, index)
+
+    options = replace(OPTIONS, records_per_shard=4, processes=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardBuilder, "build", killed)
+        with pytest.raises(RuntimeError, match=r"a process that tokenizes was killed, .* --processes 1"):
+            prepare_data(target, speller, source, tmp_path / "store", options)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*.safetensors")}
+    assert kept
+    assert prepare_data(target, speller, source, tmp_path / "store", options).rows == RECORDS
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())

@@ -1,0 +1,90 @@
+"""Token ids of texts that begin alike, as a chat's does at each of its turns: what they share is tokenized once."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_CHECKED = 3  # texts of a tokenizer that are tokenized both ways
+LONGEST_KEPT = 64  # characters of an end of a text whose ids are kept: headers of answers come again and again
+MOST_KEPT = 10_000
+
+
+@dataclass
+class AlikeTexts:
+    """Gives the ids of texts as `tokenizer(text, add_special_tokens=False)` does.
+
+    A tokenizer of the tokenizers library cuts a text at its special tokens, and tokenizes each part between two of them
+    by itself. So a text that goes as another up to a special token has the same ids up to there, and its end is
+    tokenized alone. That is compared on the first texts; a tokenizer of which it does not hold, or that is not of that
+    library, tokenizes all of every text.
+    """
+
+    tokenizer: Any
+    _text: str = ""
+    _ids: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)  # characters at which special tokens of `_text` end
+    _starts: list[tuple[int, int]] = field(default_factory=list)  # at which character and id each of these begins
+    _kept: dict[str, list[int]] = field(default_factory=dict)
+    _num_checked: int = 0
+
+    def __post_init__(self) -> None:
+        self._is_cut = bool(self.tokenizer.is_fast)
+        # those of others depend on what is around them
+        self._special = {
+            number: token.content
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        }
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the ids of a text that may begin as the last one did of which `first` was asked."""
+        found = self._from_the_first(text) if self._is_cut else None
+        if found is not None and self._num_checked >= MOST_CHECKED:
+            return found
+        expected: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if found is not None:
+            self._num_checked += 1
+            self._is_cut = found == expected
+        return expected
+
+    def _from_the_first(self, text: str) -> list[int] | None:
+        """Returns the ids of a text by those of the first one; None where they share no special token."""
+        last = bisect_right(self._ends, _num_alike(self._text, text)) - 1
+        if last < 0:
+            return None
+        start, index = self._starts[last]
+        end = self._end_ids(text[start:])
+        return None if end[:1] != self._ids[index : index + 1] else self._ids[:index] + end
+
+    def _end_ids(self, text: str) -> list[int]:
+        ids = self._kept.get(text)
+        if ids is None:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(text) <= LONGEST_KEPT and len(self._kept) < MOST_KEPT:
+                self._kept[text] = ids
+        return ids
+
+    def first(self, text: str) -> list[int]:
+        """Returns the ids of a text, with which the next ones are compared."""
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        ids: list[int] = encoded["input_ids"]
+        if self._is_cut:
+            self._text, self._ids = text, ids
+            self._ends, self._starts = [], []
+            for index in (index for index, token in enumerate(ids) if token in self._special):
+                span = encoded.token_to_chars(index)
+                if span is not None and text[span.start : span.end] == self._special[ids[index]]:
+                    self._ends.append(span.end)
+                    self._starts.append((span.start, index))
+        return ids
+
+
+def _num_alike(one: str, other: str) -> int:
+    """Returns how many characters two texts begin with that are the same."""
+    if one.startswith(other):
+        return len(other)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle - 1)
+    return low
