@@ -17,16 +17,19 @@ QUANTIZATIONS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True}}
 ROOM = 1.25  # times the weights, for a forward
 
 
-def target_for(args: argparse.Namespace, options: PreparationOptions, is_new: bool) -> tuple[Any, EngineStates | None]:
+def target_for(
+    args: argparse.Namespace, options: PreparationOptions, is_new: bool, in_parts: bool = False
+) -> tuple[Any, EngineStates | None]:
     """Returns the target, and the servers that give its states, None where it gives them itself. Where an engine does
     all that is asked of it, it is without weights, on the meta device.
 
     `is_new`: nothing has been made yet, and what the servers give is compared with the target, where that fits here.
+    `in_parts`: see `load_target`.
     Raises ValueError for options that do not go together, and for servers that do not give what is asked.
     """
     if args.engine is None:
         progress(f"loading {args.target}")
-        return load_target(args), None
+        return load_target(args, in_parts), None
     progress(f"reading the configs of {args.target}")
     outline = load_outline(args.target, args.revision, args.dtype)
     if not options.states:
@@ -52,7 +55,8 @@ def _compare(args: argparse.Namespace, source: EngineStates) -> None:
     """Compares the servers' states with the target's own, where its weights are here and there is room for them."""
     size, room = read_target(args.target, args.revision).num_bytes, _room_on(args.device)
     if size is None or ROOM * size > room:
-        why = "its weights are not here" if size is None else f"{size / 1e9:,.1f} GB do not fit in {room / 1e9:,.1f}"
+        needed = f"{ROOM * (size or 0) / 1e9:,.1f} GB do not fit in {room / 1e9:,.1f}"
+        why = "its weights are not here" if size is None else needed
         progress(f"the states of the layers {source.layer_ids} are not compared with the target's own: {why}")
         return
     target = load_causal_lm(args.target, dtype=args.dtype, revision=args.revision).to(args.device)
@@ -75,8 +79,9 @@ def _refuse_loading(args: argparse.Namespace) -> None:
             )
 
 
-def load_target(args: argparse.Namespace) -> Any:
-    """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not."""
+def load_target(args: argparse.Namespace, in_parts: bool = False) -> Any:
+    """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not.
+    `in_parts`: each process reads and keeps a part of every weight, gathered while its layer runs."""
     from transformers import BitsAndBytesConfig
     from transformers.distributed import DistributedConfig
 
@@ -89,6 +94,9 @@ def load_target(args: argparse.Namespace) -> Any:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
     if args.tensor_parallel:
         return load_causal_lm(args.target, distributed_config=DistributedConfig(tp_plan="auto"), **options)
+    if in_parts:
+        spread = DistributedConfig(fsdp_size=PartialState().num_processes)
+        return load_causal_lm(args.target, distributed_config=spread, **options)
     if args.device_map is None and args.load_in is None:
         return load_causal_lm(args.target, **options).to(args.device)
     # A quantized model cannot be moved once it is loaded.

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace, settings: Any) -> int:
         states=args.engine is not None,
         layer_ids=asked_layers(args) if args.engine else None,
     )
-    target, states_by = (stored, None) if stored else target_for(args, options, is_new=checkpoint is None)
+    # what answers, or is calibrated on, runs in each process by itself
+    in_parts = settings.shard_target and settings.world_size > 1 and not (options.regenerate or args.upgrade)
+    target, states_by = (stored, None) if stored else target_for(args, options, checkpoint is None, in_parts)
     if states_by is not None and args.upgrade:
         raise ValueError("--upgrade runs the target here, and an engine runs it; expected one of the two.")
     data = read_data(args, target, tokenizer, settings, replace(options, states=False, layer_ids=None), states_by)

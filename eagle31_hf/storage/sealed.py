@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from .tensor_file import CHUNK_BYTES, Entry, header_of, write_tensor_file
 
 MARKED_BYTES = 2**26  # files of fewer are verified in no time, and get no mark beside them
-HEADER_AT = 8  # bytes, after its length
+HEADER_AT = 8  # a header begins after its length
 AHEAD = 4  # chunks that are written before they are hashed
 NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
 

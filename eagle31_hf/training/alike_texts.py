@@ -28,27 +28,27 @@ class AlikeTexts:
     _num_checked: int = 0
 
     def __post_init__(self) -> None:
-        self._is_cut = bool(self.tokenizer.is_fast)
-        # those of others depend on what is around them
-        self._special = {
+        self._reuses_prefix = bool(self.tokenizer.is_fast)
+        # other added tokens also match by the text around them
+        self._cut_tokens = {
             number: token.content
             for number, token in self.tokenizer.added_tokens_decoder.items()
             if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         }
 
     def ids(self, text: str) -> list[int]:
-        """Returns the ids of a text that may begin as the last one did of which `first` was asked."""
-        found = self._from_the_first(text) if self._is_cut else None
+        """Returns the ids of a text that may begin as the one last given to `set_reference` does."""
+        found = self._from_the_reference(text) if self._reuses_prefix else None
         if found is not None and self._num_checked >= MOST_CHECKED:
             return found
         expected: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if found is not None:
             self._num_checked += 1
-            self._is_cut = found == expected
+            self._reuses_prefix = found == expected
         return expected
 
-    def _from_the_first(self, text: str) -> list[int] | None:
-        """Returns the ids of a text by those of the first one; None where they share no special token."""
+    def _from_the_reference(self, text: str) -> list[int] | None:
+        """Returns the ids of a text by those of the reference; None where they share no special token."""
         last = bisect_right(self._ends, _num_alike(self._text, text)) - 1
         if last < 0:
             return None
@@ -64,16 +64,16 @@ class AlikeTexts:
                 self._kept[text] = ids
         return ids
 
-    def first(self, text: str) -> list[int]:
-        """Returns the ids of a text, with which the next ones are compared."""
+    def set_reference(self, text: str) -> list[int]:
+        """Returns the ids of a text, and compares the next ones with it."""
         encoded = self.tokenizer(text, add_special_tokens=False)
         ids: list[int] = encoded["input_ids"]
-        if self._is_cut:
+        if self._reuses_prefix:
             self._text, self._ids = text, ids
             self._ends, self._starts = [], []
-            for index in (index for index, token in enumerate(ids) if token in self._special):
+            for index in (index for index, token in enumerate(ids) if token in self._cut_tokens):
                 span = encoded.token_to_chars(index)
-                if span is not None and text[span.start : span.end] == self._special[ids[index]]:
+                if span is not None and text[span.start : span.end] == self._cut_tokens[ids[index]]:
                     self._ends.append(span.end)
                     self._starts.append((span.start, index))
         return ids

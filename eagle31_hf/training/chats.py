@@ -153,7 +153,7 @@ class ExampleMaker:
         message changes that, else one for each answer."""
         text = self._render(chat, tokenize=False)
         with refused_by("template"):
-            whole = self._texts_of_chat.first(text)
+            whole = self._texts_of_chat.set_reference(text)
         turns = []
         for number, message in enumerate(chat.messages):
             # Nobody asks a target to speak first.

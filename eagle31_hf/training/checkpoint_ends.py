@@ -13,6 +13,8 @@ from transformers.utils import logging
 from ..targets.ends import shape_of
 from .ends import PROBE_TOKENS, TargetEnds, find_scoring, last_state, parts_of
 
+NOT_OF_LAYERS = ("architectures", "eos_token_id")  # lists of a config that may be as long as it has layers
+
 
 def ends_from_checkpoint(outline: PreTrainedModel, revision: str | None = None) -> tuple[TargetEnds, nn.Module]:
     """Returns the embedding and head of a target of which `outline` has the configs, in its dtype, and its final norm,
@@ -55,7 +57,7 @@ def without_layers(config: Any) -> Any:
     of_each_layer = [
         name
         for name, value in vars(decoder).items()
-        if isinstance(value, list) and len(value) == decoder.num_hidden_layers
+        if isinstance(value, list) and len(value) == decoder.num_hidden_layers and name not in NOT_OF_LAYERS
     ]
     decoder.num_hidden_layers = 0
     for name in of_each_layer:
@@ -78,7 +80,7 @@ def final_norm(bare: PreTrainedModel) -> nn.Module:
     finally:
         for handle in handles:
             handle.remove()
-    for module, output in given:  # the norm ends before the decoder that it is in
+    for module, output in given:  # inner modules return before outer ones: the first with this tensor has made it
         if output is last:
             return module
     raise ValueError("no module gives its last state")

@@ -130,8 +130,16 @@ def tensor_parallel_group(target: PreTrainedModel) -> Any:
     return next(weight for weight in target.parameters() if isinstance(weight, DTensor)).device_mesh.get_group()
 
 
+def is_spread(target: Any) -> bool:
+    """Returns whether each process has a part of the target's weights alone: by tensor parallelism, or sharded as
+    transformers loads it (`DistributedConfig(fsdp_size=...)`)."""
+    return any(isinstance(weight, DTensor) for weight in target.parameters())
+
+
 def ends_of(target: Any) -> Any:
-    """Returns the target itself, or, of a tensor-parallel one, whole copies of its embedding and head."""
-    if isinstance(target, TargetEnds) or tensor_parallel_group(target) is None:
+    """Returns the target itself, or, where each process has a part of its embedding, whole copies of its embedding and
+    head."""
+    table = None if isinstance(target, TargetEnds) else target.get_input_embeddings()
+    if not isinstance(getattr(table, "weight", None), DTensor):
         return target
     return TargetEnds(target.name_or_path, target.config, target.generation_config, parts_of(target), Scoring())

@@ -209,7 +209,7 @@ class Server:
         """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
         completion = self._complete(request)
         if completion.states_path is not None:
-            discard_states(self._path_here(completion.states_path), self.timeout)
+            discard_states(self._path_here(completion.states_path), request.prompt, self.timeout)
         return completion
 
     def states(self, request: Request) -> tuple[Tensor | None, list[int]]:
@@ -225,7 +225,11 @@ class Server:
         except OSError as error:
             raise UnavailableError(f"{self.url}: {error}") from None
 
-    def _path_here(self, path: str) -> Path:
+    def _path_here(self, path: Any) -> Path:
+        """Returns where this machine has the file of states that a response names. Raises ValueError for what is no
+        name of such a file."""
+        if not isinstance(path, str) or not path.endswith(".safetensors") or "\0" in path:
+            raise ValueError(f"{self.url} says that its states are in {_short(path)}; expected a .safetensors file.")
         return Path(path) if self.states_folder is None else Path(self.states_folder, Path(path).name)
 
     def _complete(self, request: Request) -> Completion:

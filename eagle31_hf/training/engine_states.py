@@ -9,6 +9,7 @@ T tokens of a text, n aux hidden states, ht target width.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from ..targets.ends import execution_device
+from ..targets.ends import ACTIVATION_DTYPES, execution_device
 from ..targets.layers import capture_states
 from .checkpoint_ends import ends_from_checkpoint
 from .ends import Scoring, TargetEnds
@@ -28,7 +29,7 @@ from .servers import EngineOptions, Servers, Tell
 
 States = tuple[Tensor, Tensor]  # of a text: aux hidden states (T, n*ht), and those that enter the head (T, ht)
 PROBE = (1, 2, 3, 5, 8, 13, 21, 34)  # ids of a text that servers are asked for first
-TOO_FAR = 0.5  # of a state's size: quantized targets are nearer
+MAX_RELATIVE_ERROR = 0.5  # of a state; quantization stays below it
 
 
 @dataclass
@@ -70,17 +71,24 @@ class EngineStates:
         UnavailableError where they are not to be had now."""
         states, ids = server.states(request)
         if states is None:
-            raise ValueError(f"{server.url} gives no hidden states; expected a server of vLLM with{self.line}")
+            raise ValueError(
+                f"{server.url} gives no hidden states; expected a server of vLLM with{self.server_options}"
+            )
+        if states.dtype not in ACTIVATION_DTYPES:
+            raise ValueError(
+                f"{server.url} gives states of dtype {states.dtype}; expected one of"
+                f" {', '.join(str(dtype) for dtype in ACTIVATION_DTYPES)}."
+            )
         expected = (len(request.prompt), len(self.layer_ids) + 1, self.ends.embedding.embedding_dim)
         if states.shape != expected:
             raise ValueError(
                 f"{server.url} gives states of shape {tuple(states.shape)}; expected {expected}: of the layers"
-                f" {self.layer_ids}, and the last one's output. Start it with{self.line}"
+                f" {self.layer_ids}, and the last one's output. Start it with{self.server_options}"
             )
         return states, ids
 
     @property
-    def line(self) -> str:
+    def server_options(self) -> str:
         """The options with which vLLM's server gives these states."""
         return options_of_server([*self.layer_ids, self.num_layers], "FOLDER")
 
@@ -88,15 +96,15 @@ class EngineStates:
         """Compares, on a short text, what each server says next with what the target's own head makes of its last
         state. Raises ValueError for a server that runs another target, or gives another layer last."""
         for server in self.servers.all:
-            states, ids = self._ask(server, self._probe())
+            states, ids = self.servers.patiently(partial(self._ask, server), self._probe())
             if not states.isfinite().all():
-                raise ValueError(f"{server.url} gives states that are not finite; expected a target that gives others.")
+                raise ValueError(f"{server.url} gives states that are not finite; expected finite ones.")
             said = self.ends.logits(self._entering_head(states[-1:, -1])).softmax(-1)[0]
-            if not ids or said[ids[0]] < UNLIKELY * said.max():
+            if not ids or ids[0] >= len(said) or said[ids[0]] < UNLIKELY * said.max():
                 raise ValueError(
                     f"{server.url} goes on with id {ids and ids[0]}, and by the target's own norm and head its last"
                     f" states say {int(said.argmax())}; expected a server of the target that gives the states of layer"
-                    f" {self.num_layers} last. Start it with{self.line}"
+                    f" {self.num_layers} last. Start it with{self.server_options}"
                 )
 
     @torch.no_grad()
@@ -109,14 +117,14 @@ class EngineStates:
             target(input_ids=ids, use_cache=False)
         ours = captured.take()[0].float().cpu().unflatten(-1, (len(every), -1))
         for server in self.servers.all:
-            theirs = self._ask(server, self._probe())[0].float()
+            theirs = self.servers.patiently(partial(self._ask, server), self._probe())[0].float()
             away = (theirs[:, :, None] - ours[:, None]).norm(dim=-1) / ours.norm(dim=-1)[:, None]  # (T, n + 1, L + 1)
             distance, nearest = away.mean(0).min(-1)
-            if nearest.tolist() != [*self.layer_ids, self.num_layers] or distance.max() > TOO_FAR:
+            if nearest.tolist() != [*self.layer_ids, self.num_layers] or distance.max() > MAX_RELATIVE_ERROR:
                 raise ValueError(
                     f"{server.url} gives states that are nearest to those of the target's layers {nearest.tolist()},"
                     f" off by up to {distance.max():.2g} of their size; expected"
-                    f" {[*self.layer_ids, self.num_layers]}. Start it with{self.line}"
+                    f" {[*self.layer_ids, self.num_layers]}. Start it with{self.server_options}"
                 )
 
     def _probe(self) -> Request:
@@ -140,7 +148,8 @@ def engine_states(
     """
     servers = Servers.of(options, outline.name_or_path, tell)
     servers.meet(_request([*PROBE[:2]]), max_length, after=1)
-    silent = [server.url for server in servers.all if server.states(_request([*PROBE[:2]]))[0] is None]
+    ask = _request([*PROBE[:2]])
+    silent = [server.url for server in servers.all if servers.patiently(server.states, ask)[0] is None]
     if len(silent) == len(servers.all):
         return None
     if silent:
@@ -152,6 +161,7 @@ def engine_states(
 
 
 def _request(ids: list[int]) -> Request:
+    """Returns a request for the states of these ids, and one greedy token."""
     return Request(ids, 1, 0, GREEDY, [])
 
 

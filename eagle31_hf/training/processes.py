@@ -4,10 +4,11 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 
@@ -24,14 +25,13 @@ _folder: str | Path
 
 
 def processes(options: PreparationOptions) -> int:
-    """Returns how many processes tokenize: as many as are asked for, or the share of the cores that this process has of
-    those that run beside it (`accelerate launch`). One where processes cannot be forked."""
+    """Returns how many processes tokenize: as many as are asked for, or as there are cores for this process. One where
+    processes cannot be forked."""
     if "fork" not in get_all_start_methods():
         return 1
     if options.processes is not None:
         return options.processes
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_processes(
@@ -43,10 +43,14 @@ def in_processes(
     They are forked, as those of `datasets`: tokenizers, records and templates need not be sent. None of them touches a
     GPU.
     """
-    shown = Counter[str]()
+    shown, left = Counter[str](), iter(indices)
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (builder, folder, os.getpid()))
     try:
-        for num_rows, num_tokens, refusals in pool.map(_make, indices):
+        # no more are asked for than are made: a stop waits for these
+        making = deque(pool.submit(_make, index) for index in islice(left, count))
+        while making:
+            num_rows, num_tokens, refusals = making.popleft().result()
+            making.extend(pool.submit(_make, index) for index in islice(left, 1))
             for number, refusal in refusals:
                 shown[refusal.reason] += 1
                 if shown[refusal.reason] <= SHOWN:

@@ -12,8 +12,8 @@ END = object()  # in place of an item, where there are no more
 
 
 class ReadAhead:
-    """Takes items from an iterator, and has a thread read as many more as were taken last. The first item is read by
-    whoever makes this: iterators draw their order as they begin, and drawn numbers are the thread's that asks."""
+    """Takes items from an iterator, and has a thread read as many more as were taken last. The first item is read in
+    the caller's thread: then the sampler draws its order, from the random numbers that the caller's thread draws."""
 
     def __init__(self, items: Iterator[Any]):
         self.items = items
@@ -22,7 +22,8 @@ class ReadAhead:
         self._wanted, self._num_coming = Semaphore(0), 1
         self._is_closed = False
         # A thread that waits for data does not keep the program from ending.
-        Thread(target=self._read, daemon=True).start()
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
 
     def _read(self) -> None:
         while True:
@@ -49,10 +50,12 @@ class ReadAhead:
                 found.append(item)
         return found
 
-    def close(self) -> None:
-        """Ends the thread; what it is reading is dropped."""
+    def close(self, wait: bool = False) -> None:
+        """Ends the thread, `wait`: once it has read what it is reading, which is dropped."""
         self._is_closed = True
         self._wanted.release()
+        if wait:
+            self._thread.join()
 
 
 class _Failure:
@@ -68,7 +71,7 @@ class TrainingBatches:
         self._ahead: ReadAhead | None = None
         self._reads_ahead = True
 
-    def of(self, loader: Any) -> Any:
+    def without_moving(self, loader: Any) -> Any:
         """Returns a loader that accelerate prepared, whose batches are to be taken here. They stay where they are
         loaded, and the Trainer moves each to its device as it is trained on: not all of an optimizer step at once."""
         # Where one process reads for all, reading is a meeting of all, which another thread's must not cross.
@@ -78,16 +81,17 @@ class TrainingBatches:
         return loader
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """Returns the next `count` batches of an epoch; as many are read while these are trained on."""
+        """Returns the next `count` batches of an epoch; the `count` after them are read while these are trained on, but
+        not of a loader in which one process reads for all."""
         if not self._reads_ahead:
             return list(islice(batches, count))
         if self._ahead is None or self._ahead.items is not batches:
-            self.close()
+            self.close(wait=True)  # the next epoch's batches come from the same loader
             self._ahead = ReadAhead(batches)
         return self._ahead.take(count)
 
-    def close(self) -> None:
-        """Ends what is read ahead."""
+    def close(self, wait: bool = False) -> None:
+        """Ends what is read ahead; `wait` as in `ReadAhead.close`."""
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(wait)
             self._ahead = None

@@ -6,7 +6,6 @@ the lines that say how it goes.
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -15,14 +14,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.sharing import folder_lock
 from ..modeling import Eagle31DrafterModel
-from ..storage.fingerprints import digest, tokenizer_fingerprint
+from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_fingerprint
 from ..storage.measured import cache_folder
 from ..targets.ends import execution_device, shape_of
+from ..version import __version__
 from .answers import stop_ids
 from .ends import TargetEnds
 from .engine_states import EngineStates, StreamedStates
@@ -61,10 +62,10 @@ class TrainingData:
 class ExampleReader:
     """Reads sources of training data as examples for one target and its tokenizer.
 
-    A source is a store that prepare-data wrote, or chats and texts. Of these examples are made as `options` say, by all
-    processes together, and kept in stores, so that none is made twice: below `folder` those in the target's own words,
-    in the user's cache folder those of the data as it is, for later runs, too. With `states_by`, examples bring the
-    target's states, which are asked for as the examples are trained on.
+    A source is a store that prepare-data wrote, or chats and texts, of which examples are made as `options` say. Those
+    in the target's own words go into stores below `folder`, made by all processes together. Those of the data as it is
+    go into the user's cache folder, for later runs, too. With `states_by`, examples bring the target's states, which
+    are asked for as the examples are trained on.
     """
 
     target: Any  # the model, or a StoredTarget
@@ -128,21 +129,47 @@ class ExampleReader:
         return HiddenStateStore(folder)
 
     def _tokenized(self, source: str) -> HiddenStateStore:
-        """Makes the store of a source as it is in the cache folder, or finds it there: each machine by its own
-        processes, and one run at a time."""
-        state = PartialState()
+        """Makes the store of a source as it is in the cache folder, or finds it there: the first process of each
+        machine makes it, for one run at a time; the others wait. Raises in all of them where one cannot."""
+        state, failure = PartialState(), None
         options = replace(self.options, engine=None)
-        read_as = repr(replace(options, processes=None, batch_size=1))
-        made_of = identity(source, options.split), read_as, tokenizer_fingerprint(self.tokenizer)
-        cached = cache_folder("examples", digest(*made_of)[:16])
-        cached.mkdir(parents=True, exist_ok=True)
-        part = (state.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        made_of = (
+            identity(source, options.split),
+            repr(replace(options, processes=None, batch_size=1)),
+            tokenizer_fingerprint(self.tokenizer),
+            self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
+            weights_fingerprint(self.target),
+            repr(stop_ids(self.target, self.tokenizer)),
+            __version__,
+        )
+        cached = self._writable(digest(*made_of)[:16])
         folder = cached / "store"
-        with folder_lock(cached, required=False) if state.is_local_main_process else nullcontext():
-            state.wait_for_everyone()
-            prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
-            state.wait_for_everyone()
+        if state.is_local_main_process:
+            try:
+                with folder_lock(cached, required=False):
+                    prepare_data(self.target, self.tokenizer, source, folder, options, progress=self.progress)
+            except (OSError, ValueError, RuntimeError) as error:
+                failure = error
+        failures = gather_object([failure and str(failure)])
+        if failure is not None:
+            raise failure
+        if any(failures):
+            raise ValueError(next(filter(None, failures)))
         return HiddenStateStore(folder)
+
+    def _writable(self, name: str) -> Path:
+        """Returns the folder `name` of the cache, or, where that cannot be written to, of the run."""
+        cached = cache_folder("examples", name)
+        try:
+            cached.mkdir(parents=True, exist_ok=True)
+            if os.access(cached, os.W_OK):
+                return cached
+        except OSError:
+            pass
+        own = self.folder / f"examples-{name}"
+        self.progress(f"{cached} cannot be written to; examples go into {own}")
+        own.mkdir(parents=True, exist_ok=True)
+        return own
 
     def _facts(self, source: str, examples: Any, skipped: Mapping[str, int]) -> dict[str, Any]:
         """Counts examples (`rows`), tokens and skipped records, and tells them to `progress`."""
@@ -239,7 +266,7 @@ def loaded_drafter(
     if upgrade is None or drafter.config.is_eagle31:
         return drafter
     progress("making the EAGLE 3 drafter an EAGLE 3.1 one, by calibration")
-    texts = [data.train[i]["input_ids"][None] for i in range(min(FOR_UPGRADE, len(data.train)))]
+    texts = [tokens_at(data.train, i).input_ids[None] for i in range(min(FOR_UPGRADE, len(data.train)))]
     drafter = upgrade(drafter, target, texts)
     progress(drafter.upgrade_report.summary().replace("\n", "; "))
     return drafter

@@ -116,8 +116,8 @@ class Servers:
         `max_length` tokens and `after` more, or serves under another name than the first.
         """
         for server in self.all:
-            self._patiently(server.meet, self.target)
-            self._patiently(server.choose_endpoint, request)
+            self.patiently(server.meet, self.target)
+            self.patiently(server.choose_endpoint, request)
             if request.sampling["repetition_penalty"] != 1 and not server.endpoint.penalises_prompts:
                 raise ValueError(
                     f"{server.url}: SGLang leaves the prompt out of a repetition_penalty, which is"
@@ -140,10 +140,10 @@ class Servers:
     def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
         """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
         for server in self.all:
-            yield server.url, [self._patiently(server.complete, request) for request in requests]
+            yield server.url, [self.patiently(server.complete, request) for request in requests]
 
-    def _patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
-        """Returns what a call of a server returns, tried a few times. Raises RuntimeError when it was in vain."""
+    def patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
+        """Returns what a call of one server returns, tried a few times. Raises RuntimeError when it was in vain."""
         tried = 0
         while True:
             try:
@@ -193,7 +193,7 @@ class Servers:
                     self._failed(server, known, error)
                     if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
                         raise RuntimeError(
-                            f"{error}, after {max(tried, server.failures)} tries; shards that are complete are kept."
+                            f"{error}, after {max(tried, server.failures)} tries; what is complete is kept."
                             " Start the server again, and the same command goes on."
                         ) from None
                 else:

@@ -5,8 +5,8 @@ answers, and may write it after that; a lock beside it is its own until then. So
 `ExampleHiddenStatesConnector`.
 """
 
-import errno
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,44 +14,46 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 POLL = 0.005  # seconds between looks at a file that is being written
+MAY = "expected files that this user may read and remove: run the server as the same user."
+GRACE = 2.0  # seconds until a file that is not there is missed: shared folders show new ones late
 
 
 def read_states(path: Path, ids: list[int], timeout: float) -> Tensor:
     """Returns the states (T, m, ht) that a server has written, or is writing, for a text of these ids, and removes the
-    file.
+    file, once it has turned out to be that.
 
-    Raises OSError where it is not written to its end within `timeout` seconds, ValueError where this machine does not
-    have it, or it is of another text.
+    Raises OSError where it is not finished within `timeout` seconds, ValueError where this machine does not have the
+    file, may not read or remove it, or where it is of another text.
     """
     _wait_for(path, timeout)
+    if not path.is_file():
+        raise OSError(f"{path} is unfinished")
     try:
         tensors = load_file(path)
         found, states = tensors["token_ids"].tolist(), tensors["hidden_states"]
-    except (SafetensorError, KeyError) as error:
+    except PermissionError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {MAY}") from None
+    except (SafetensorError, KeyError, FileNotFoundError) as error:
         raise OSError(f"{path} is unfinished ({error})") from None
-    finally:
-        _remove(path)
     if found != ids:
         raise ValueError(f"{path} has the states of {len(found)} other tokens; expected those of the {len(ids)} sent.")
+    try:
+        for each in (path, _lock_of(path)):
+            each.unlink(missing_ok=True)
+    except PermissionError as error:
+        raise ValueError(f"{path} cannot be removed ({error.strerror}); {MAY}") from None
     return states
 
 
-def discard_states(path: Path, timeout: float) -> None:
-    """Removes a file of states that nobody asked for, once it is written, where this machine has it at all."""
-    try:
-        _wait_for(path, timeout)
-    except (OSError, ValueError):
-        return
-    _remove(path)
+def discard_states(path: Path, ids: list[int], timeout: float) -> None:
+    """Removes a file of states that nobody asked for, once it is written; leaves it where `read_states` would not read
+    it."""
+    with suppress(OSError, ValueError):
+        read_states(path, ids, timeout)
 
 
 def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
-
-
-def _remove(path: Path) -> None:
-    for each in (path, _lock_of(path)):
-        each.unlink(missing_ok=True)
 
 
 def _wait_for(path: Path, timeout: float) -> None:
@@ -59,22 +61,25 @@ def _wait_for(path: Path, timeout: float) -> None:
     `timeout` seconds, ValueError where there is no such file."""
     import fcntl  # not on every system; vLLM's servers lock with it
 
-    give_up = time.monotonic() + timeout
+    began = time.monotonic()
     while True:
+        waited = time.monotonic() - began
         try:
             with open(_lock_of(path), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
         except FileNotFoundError:
-            if path.exists():  # earlier releases write it before they answer, without a lock
+            if path.exists():  # of a release of vLLM that writes it before it answers, without a lock
                 return
-            raise ValueError(
-                f"the states are in {path}, which is not here; expected a folder that both machines share, under one"
-                " name, or --engine-states-folder."
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        if time.monotonic() > give_up:
+            if waited > GRACE:
+                raise ValueError(
+                    f"the states are in {path}, which is not here; expected a folder that both machines share, under"
+                    " one name, or --engine-states-folder."
+                ) from None
+        except PermissionError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); {MAY}") from None
+        except BlockingIOError:
+            pass
+        if waited > timeout:
             raise TimeoutError(f"{path} is not finished after {timeout:g} seconds")
         time.sleep(POLL)

@@ -17,7 +17,7 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.ends import execution_device, scores_of
 from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
-from .ends import Scoring, TargetEnds, ends_of, find_scoring, last_state, tensor_parallel_group
+from .ends import Scoring, TargetEnds, ends_of, find_scoring, is_spread, last_state, tensor_parallel_group
 from .engine_states import StreamedStates
 from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
@@ -41,8 +41,9 @@ class TargetReader:
     """Runs the target over packed texts, each as a sequence of its own: every architecture can do that, and none sees
     its neighbour.
 
-    `in_lockstep`: other processes hold parts of the target, so all have to run it equally often. A tensor-parallel one
-    needs more: all of its processes run the texts of each in turn. `ends`: what a drafter is tied to, see `ends_of`.
+    `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; of a target that was
+    loaded in parts that is known. A tensor-parallel one needs more: all of its processes run the texts of each in turn.
+    `ends`: what a drafter is tied to, see `ends_of`.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_lockstep: bool = False):
@@ -50,7 +51,7 @@ class TargetReader:
         self.layer_ids = layer_ids
         self.group = tensor_parallel_group(target)
         self.device = execution_device(target)
-        self.in_lockstep = in_lockstep or self.group is not None
+        self.in_lockstep = in_lockstep or is_spread(target)
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
         probe = torch.zeros(1, 2, dtype=torch.long)
@@ -126,14 +127,16 @@ class StoredTarget(TargetEnds):
 
 def shard(target: PreTrainedModel) -> None:
     """Leaves each process its part of every decoder layer, gathered while the layer runs; embedding and head stay
-    whole, as the drafter reads them. Raises RuntimeError without several processes, ValueError for a target that is in
-    parts already."""
+    whole, as the drafter reads them. One that was loaded in parts, as `eagle31 train` does, is left as it is. Raises
+    RuntimeError without several processes, ValueError for a tensor-parallel target."""
     from torch.distributed.fsdp import fully_shard
 
     if tensor_parallel_group(target) is not None:
         raise ValueError("shard_target is set and the target is tensor-parallel; expected one of the two.")
     if not torch.distributed.is_initialized():
         raise RuntimeError("shard_target needs several processes; start with `accelerate launch`, or leave it off.")
+    if is_spread(target):
+        return
     for layer in decoder_layers(target):
         fully_shard(layer, reshard_after_forward=True)  # by default what is sharded by itself stays gathered
 

@@ -118,7 +118,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         return output
 
     def get_train_dataloader(self) -> DataLoader:
-        return self._batches.of(super().get_train_dataloader())
+        return self._batches.without_moving(super().get_train_dataloader())
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         """Returns the batches of one optimizer step, see `as_trained`, and the denominators of their losses at each

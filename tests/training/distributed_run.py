@@ -57,6 +57,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "sharded_target": (
         PLAIN | EVALUATED | {"shard_target": True, "packing": True, "max_length": 40, "per_device_train_batch_size": 1}
     ),
+    "target_loaded_in_parts": (
+        PLAIN | EVALUATED | {"in_parts": True, "shard_target": True, "gradient_accumulation_steps": 2}
+    ),
     "tensor_parallel_target": (
         PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     ),
@@ -86,7 +89,9 @@ def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
     examples, count = make_examples(empty=options.pop("empty", ())), options.pop("eval_rows", 0)
     options |= others
     if options.pop("tensor_parallel", False):
-        options["target"] = tensor_parallel_target(folder / "target") if processes > 1 else target(**EVEN)
+        options["target"] = tensor_parallel_target(folder) if processes > 1 else target(**EVEN)
+    if options.pop("in_parts", False) and processes > 1:
+        options["target"] = spread_target(folder / "in-parts", target(), DistributedConfig(fsdp_size=processes))
     if processes == 1:
         options = {k: v for k, v in options.items() if k not in (*FSDP, "shard_target", CHECKPOINTING, "bf16")}
         options["per_device_train_batch_size"] = 2 * options.get("per_device_train_batch_size", 2)
@@ -94,14 +99,16 @@ def trainer_of(folder: Path, name: str, processes: int = 2, **others: Any):
     return make_trainer(folder, examples, **options)
 
 
-def tensor_parallel_target(folder: Path):
+def spread_target(folder: Path, whole, config: DistributedConfig):
     """A target, a part of every weight in each process."""
     if PartialState().is_main_process:
-        target(**EVEN).save_pretrained(folder)
+        whole.save_pretrained(folder)
     PartialState().wait_for_everyone()
-    return AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).eval()
+
+
+def tensor_parallel_target(folder: Path):
+    return spread_target(folder / "target", target(**EVEN), DistributedConfig(tp_plan="auto"))
 
 
 def launched(folder: Path, name: str | None = None) -> list[Any]:
@@ -147,7 +154,7 @@ def main(folder: Path) -> None:
 
 def refused(folder: Path) -> dict[str, str]:
     """Returns the messages with which things are refused that cannot be done with a tensor-parallel target."""
-    spread, said = tensor_parallel_target(folder / "target"), {}
+    spread, said = tensor_parallel_target(folder), {}
     asked = {
         "alignment": lambda: make_trainer(folder, target=spread, attention_alignment=0.1),
         "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),

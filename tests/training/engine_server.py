@@ -38,6 +38,7 @@ class EngineServer:
         self.ends, self.omits_end, self.most_new = facts.pop("ends", []), facts.pop("omits_end", False), None
         self.reports_stop = self.heeds_loops = True
         self.states, self.folder, self.late = facts.pop("states", None), facts.pop("folder", None), 0.0
+        self.dtype = facts.pop("dtype", torch.float32)  # of states
         self.unfinished = set[int]()  # numbers of requests whose states are never written
         self.model = {"id": "the-target", "max_model_len": 128} | facts
         self.asked, self.headers = list[dict](), list[dict]()
@@ -156,7 +157,7 @@ class EngineServer:
         """Returns the states (T, m, ht) of a prompt."""
         with self._running, capture_states(self.target, self.states) as captured:
             self.target(torch.tensor([prompt]), use_cache=False)
-        return captured.take()[0].unflatten(-1, (len(self.states), -1)).contiguous()
+        return captured.take()[0].unflatten(-1, (len(self.states), -1)).to(self.dtype).contiguous()
 
     def _measure(self, ids: list[int], settings: dict[str, Any]) -> None:
         if not settings["temperature"]:

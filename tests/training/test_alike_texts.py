@@ -58,10 +58,10 @@ def test_ids_are_those_of_the_tokenizer(name, flags):
     alike = AlikeTexts(tokenizer)
     for seed in range(12):
         whole, others = chats(seed)
-        assert alike.first(whole) == tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert alike.set_reference(whole) == tokenizer(whole, add_special_tokens=False)["input_ids"]
         for text in others:
             assert alike.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
-    assert alike._is_cut
+    assert alike._reuses_prefix
 
 
 def counted(tokenizer, monkeypatch) -> list[int]:
@@ -81,10 +81,10 @@ def test_what_texts_share_is_tokenized_once(monkeypatch):
     whole, _ = chats(0)
     places = [place for place in range(len(whole)) if whole.startswith("<|im_start|>", place)]
     for text in (whole, *(whole[:place] for place in places)):  # compared
-        alike.first(whole)
+        alike.set_reference(whole)
         alike.ids(text)
     lengths = counted(alike.tokenizer, monkeypatch)
-    alike.first(whole)
+    alike.set_reference(whole)
     for place in places[1:]:
         alike.ids(whole[:place] + "<|im_start|>assistant\n")
     assert sum(lengths) < len(whole) + 80, "the header of an answer, once, besides"
@@ -109,6 +109,6 @@ def test_a_tokenizer_that_looks_around_tokenizes_all_of_every_text(at):
     alike = AlikeTexts(tokenizer)
     for seed in range(4):
         whole, others = chats(seed)
-        alike.first(whole)
+        alike.set_reference(whole)
         for text in others:
             assert alike.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,6 +10,7 @@ import torch
 from conftest import build_target
 from engine_server import EngineServer
 from letters import build_tokenizer
+from safetensors.torch import save_file
 
 from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments
 from eagle31_hf.cli import main
@@ -182,7 +183,7 @@ def test_the_last_server_that_fails_ends_the_run_in_plain_words(outline, serve):
     server = serve()
     source = states_of(outline, server)
     server.stop()
-    with pytest.raises(RuntimeError, match="after 6 tries; shards that are complete are kept"):
+    with pytest.raises(RuntimeError, match="after 6 tries; what is complete is kept"):
         source.of_texts(some_texts(1))
 
 
@@ -193,7 +194,22 @@ def test_answers_leave_no_states_behind(outline, serve, tmp_path):
     request = source._probe()._replace(max_tokens=4)
     assert len(source.servers.answers([request])[0].ids) == 4
     assert not [*(tmp_path / "shared").iterdir()]
-    discard_states(tmp_path / "elsewhere", timeout=1.0)  # on the server's machine alone
+    discard_states(tmp_path / "elsewhere", [1], timeout=1.0)  # on the server's machine alone
+
+
+@pytest.mark.parametrize("name", ["precious.txt", "others.safetensors"])
+def test_no_file_but_the_texts_states_is_removed(outline, serve, tmp_path, name):
+    path = tmp_path / name
+    save_file({"theirs": torch.ones(3)}, path)
+    server = serve()
+    source = states_of(outline, server)
+    source.servers.patience = Patience(timeout=0.1, tries=1)
+    server._write_states = lambda prompt, number: str(path)
+    with pytest.raises((ValueError, RuntimeError), match=r"expected a \.safetensors file|is unfinished"):
+        source.of_texts(some_texts(1))
+    if name.endswith(".safetensors"):
+        source.servers.answers([source._probe()])
+    assert path.is_file()
 
 
 # Servers that give something else
@@ -220,6 +236,7 @@ WRONG = {
     "another target": ({"target": other_target}, "expected a server of the target that gives the states of layer 7"),
     "too short": ({"max_model_len": LENGTH}, f"takes {LENGTH} tokens .* expected at least {LENGTH + 1} there"),
     "not finite": ({"target": not_finite}, "states that are not finite"),
+    "whole numbers": ({"dtype": torch.int32}, "states of dtype torch.int32; expected one of torch.float32, "),
 }
 
 

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from conftest import build_target
+from tokenizers import normalizers
 from transformers import TrainerState
 
 from eagle31_hf.training.packing import Examples
@@ -230,3 +231,29 @@ def test_a_killed_process_is_named_and_what_is_complete_is_kept(target, speller,
     assert kept
     assert prepare_data(target, speller, source, tmp_path / "store", options).rows == RECORDS
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+
+
+def test_what_the_vocabulary_does_not_show_is_tokenized_anew(target, speller, source, tmp_path):
+    def folder(tokenizer, target=target):
+        reader = ExampleReader(target, tokenizer, OPTIONS, lambda line: None, tmp_path / "run")
+        return reader.read(source, "data")[0].folder
+
+    other, larger = deepcopy(speller), deepcopy(target)
+    other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    larger.lm_head.weight.data *= 1.01
+    assert len({folder(speller), folder(other), folder(speller, larger)}) == 3
+
+
+def test_a_cache_that_cannot_be_written_to(target, speller, source, tmp_path, told, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("eagle31_hf.storage.measured.FOLDER", str(tmp_path / "file" / "cache"))
+    store, _ = ExampleReader(target, speller, OPTIONS, told.append, tmp_path / "run").read(source, "data")
+    assert store.folder.parent.parent == tmp_path / "run"
+    assert "cannot be written to; examples go into" in told[0]
+
+
+def test_a_source_without_examples_stops_all_processes(target, speller, tmp_path, told):
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match="none of its 1 records makes a row"):
+        ExampleReader(target, speller, OPTIONS, told.append, tmp_path / "run").read(str(path), "data")
