@@ -3,6 +3,8 @@
 import argparse
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -276,3 +278,21 @@ def test_bad_input_is_one_line(capsys, folder, arguments, message):
     assert status == 2
     assert out == ""
     assert message in err.splitlines()[-1]
+
+
+def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, folder):
+    """As one process with the batches of both, where nothing is drawn by the process."""
+    alike = ["--steps", "3", "--set", "logging_steps=1", "--set", "position_reach=0"]
+    status, _, err = trained(capsys, folder, *alike, "--batch-size", "4", output="one")
+    assert status == 0, err
+    words = ["train", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "two"]
+    words += [*QUICK.split(), *alike, "--set", "shard_target=true", "--device", "cpu"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "eagle31_hf"]
+    ran = subprocess.run([sys.executable, *launcher, *map(str, words)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    losses = [
+        [entry["loss"] for entry in json.loads(path.read_text())["log_history"] if "loss" in entry]
+        for path in (folder / "two" / "trainer_state.json", folder / "one" / "trainer_state.json")
+    ]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

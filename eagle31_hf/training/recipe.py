@@ -7,6 +7,7 @@ the lines that say how it goes.
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -132,13 +133,13 @@ class ExampleReader:
         """Makes the store of a source as it is in the cache folder, or finds it there: the first process of each
         machine makes it, for one run at a time; the others wait. Raises in all of them where one cannot."""
         state, failure = PartialState(), None
-        options = replace(self.options, engine=None)
+        options, fingerprint = replace(self.options, engine=None), weights_fingerprint(self.target)
         made_of = (
             identity(source, options.split),
             repr(replace(options, processes=None, batch_size=1)),
             tokenizer_fingerprint(self.tokenizer),
             self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
-            weights_fingerprint(self.target),
+            fingerprint,
             repr(stop_ids(self.target, self.tokenizer)),
             __version__,
         )
@@ -147,7 +148,8 @@ class ExampleReader:
         if state.is_local_main_process:
             try:
                 with folder_lock(cached, required=False):
-                    prepare_data(self.target, self.tokenizer, source, folder, options, progress=self.progress)
+                    make = partial(prepare_data, progress=self.progress, fingerprint=fingerprint)
+                    make(self.target, self.tokenizer, source, folder, options)
             except (OSError, ValueError, RuntimeError) as error:
                 failure = error
         failures = gather_object([failure and str(failure)])

@@ -565,9 +565,7 @@ def test_pauses_double_up_to_the_longest():
 
 def test_all_servers_die_and_the_same_line_goes_on(tmp_path, outline, tokenizer, data, greedy, serve):
     server = serve("vllm", trouble=lambda number: "close" if number > 10 else None)
-    with pytest.raises(
-        RuntimeError, match=rf"{server.url}/v1/completions: .*, after \d tries; what is complete"
-    ):
+    with pytest.raises(RuntimeError, match=rf"{server.url}/v1/completions: .*, after \d tries; what is complete"):
         prepare(outline, tokenizer, data, tmp_path, [server], **GREEDILY)
     kept = shards(tmp_path)
     assert 0 < len(kept) < 3
