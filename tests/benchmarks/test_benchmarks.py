@@ -9,6 +9,7 @@ import prompt_lookup
 import pytest
 import sampling
 import small
+import store
 import torch
 import training
 import turns
@@ -48,6 +49,14 @@ def test_bench_prompt_lookup_decodes_each_prompt_in_both_ways(capsys):
         found["tokens_per_second"]["drafter and text"] / found["tokens_per_second"]["drafter"]
     )
     assert len(list(prompt_lookup.edits())) >= 6
+
+
+def test_bench_store_reads_what_it_wrote(capsys, tmp_path):
+    result = figures_of(capsys, store, "--width", "8", "--examples", "2", "--folder", str(tmp_path))
+    assert [run["dtype"] for run in result["runs"]] == ["bfloat16", "fp8"]
+    assert result["runs"][0]["bytes"] > 0
+    assert min(value for run in result["runs"] for name, value in run.items() if name != "dtype") > 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_bench_sampling_counts_both_kinds(capsys):
