@@ -73,7 +73,7 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: is damaged ({error}). Delete it and run the same prepare-data command again."
+            f"{path}: is damaged ({error}). Delete it and run the command that made it again."
         ) from None
 
 

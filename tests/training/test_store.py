@@ -284,7 +284,7 @@ def test_a_flipped_byte_is_caught_when_the_shard_is_first_read(tmp_path, place):
     data[int(place * len(data))] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the same prepare-data command again"
+        ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the command that made it again"
     ):
         HiddenStateStore(tmp_path)[3]
 
