@@ -20,14 +20,15 @@ def digest(*parts: str | bytes) -> str:
 
 
 @torch.no_grad()
-def weights_fingerprint(model: PreTrainedModel) -> str:
+def weights_fingerprint(model: PreTrainedModel, values: bool = True) -> str:
     """Returns the digest of the names and shapes of all parameters and of a sample of their values.
 
-    The same values in a wider dtype have the same fingerprint. Of offloaded weights only name and shape count.
+    The same values in a wider dtype have the same fingerprint. Of offloaded weights only name and shape count, and of
+    all of them without `values`.
     """
     parts = list[str | bytes]()
     for name, parameter in sorted(model.named_parameters()):
-        parts += [name, str(tuple(parameter.shape)), _sample(parameter.detach())]
+        parts += [name, str(tuple(parameter.shape)), _sample(parameter.detach()) if values else b""]
     return digest(*parts)
 
 

@@ -72,9 +72,7 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
             _note_verified(path, state)
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: is damaged ({error}). Delete it and run the command that made it again."
-        ) from None
+        raise ValueError(f"{path}: is damaged ({error}). Delete it and run the command that made it again.") from None
 
 
 def _mark(path: Path) -> Path:

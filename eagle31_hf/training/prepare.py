@@ -48,15 +48,13 @@ def prepare_data(
     part: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
     states_by: EngineStates | None = None,
-    fingerprint: str | None = None,
 ) -> Prepared:
     """Makes the shards that are missing in the store `output`; run again, it goes on.
 
     `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the shards whose
     number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the first ones of
     each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
-    place; where it neither answers nor gives states it may be without weights, on the meta device. `fingerprint`: its
-    `weights_fingerprint`, which of a target spread over processes only all of them together find. Raises ValueError
+    place; where it neither answers nor gives states it may be without weights, on the meta device. Raises ValueError
     for a target whose processes depend on each other, where `output` holds something else, where no record gives an
     example, and for an engine that does not give the target's answers; RuntimeError where its servers fail.
     """
@@ -71,7 +69,7 @@ def prepare_data(
     records = _records(source, options)
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
-    builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by, fingerprint)
+    builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
     open_store(output, builder.manifest(source))

@@ -7,7 +7,6 @@ the lines that say how it goes.
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -133,13 +132,13 @@ class ExampleReader:
         """Makes the store of a source as it is in the cache folder, or finds it there: the first process of each
         machine makes it, for one run at a time; the others wait. Raises in all of them where one cannot."""
         state, failure = PartialState(), None
-        options, fingerprint = replace(self.options, engine=None), weights_fingerprint(self.target)
+        options = replace(self.options, engine=None)
         made_of = (
             identity(source, options.split),
             repr(replace(options, processes=None, batch_size=1)),
             tokenizer_fingerprint(self.tokenizer),
             self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
-            fingerprint,
+            weights_fingerprint(self.target, values=False),
             repr(stop_ids(self.target, self.tokenizer)),
             __version__,
         )
@@ -148,8 +147,7 @@ class ExampleReader:
         if state.is_local_main_process:
             try:
                 with folder_lock(cached, required=False):
-                    make = partial(prepare_data, progress=self.progress, fingerprint=fingerprint)
-                    make(self.target, self.tokenizer, source, folder, options)
+                    prepare_data(self.target, self.tokenizer, source, folder, options, progress=self.progress)
             except (OSError, ValueError, RuntimeError) as error:
                 failure = error
         failures = gather_object([failure and str(failure)])

@@ -63,8 +63,7 @@ def each_record(
 @dataclass
 class ShardBuilder:
     """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
-    servers that fail. `states_by`: gives the states in the target's place. `fingerprint`: the target's, where it is
-    known."""
+    servers that fail. `states_by`: gives the states in the target's place."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -73,7 +72,6 @@ class ShardBuilder:
     skips: Skips
     tell: Progress
     states_by: EngineStates | None = None
-    fingerprint: str | None = None
 
     def __post_init__(self):
         options = self.options
@@ -196,7 +194,7 @@ class ShardBuilder:
         """Returns the manifest of the store."""
         return Manifest(
             self.target.name_or_path,
-            self.fingerprint or weights_fingerprint(self.target),
+            weights_fingerprint(self.target, values=self.needs_target),
             tokenizer_fingerprint(self.tokenizer),
             self._made_of(source),
             self.target.config.get_text_config(decoder=True).hidden_size,

@@ -45,8 +45,9 @@ class Manifest:
     """A record of what a store's examples were made from, so that others are not mixed with them, and how they lie in
     its shards.
 
-    `revision` is the target's `weights_fingerprint`, `commit` that of its repository; `source` says what the examples
-    were made of, and how. Without `layer_ids` and `dtype` the store has tokens only.
+    `revision` is the target's `weights_fingerprint`, without values where it neither answered nor gave states; `commit`
+    that of its repository; `source` says what the examples were made of, and how. Without `layer_ids` and `dtype` the
+    store has tokens only.
     """
 
     target: str

@@ -256,8 +256,10 @@ def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target,
         )
     trained = copy.deepcopy(target)
     trained.get_output_embeddings().weight.data[0, 0] += 1
+    prepare(trained, tokenizer, data, tmp_path, max_length=LENGTH)  # tokens alone are every target's
+    prepare(target, tokenizer, data, tmp_path / "states", max_length=LENGTH, states=True, layer_ids=LAYERS)
     with pytest.raises(ValueError, match="revision is"):
-        prepare(trained, tokenizer, data, tmp_path, max_length=LENGTH)
+        prepare(trained, tokenizer, data, tmp_path / "states", max_length=LENGTH, states=True, layer_ids=LAYERS)
     other = build_tokenizer()
     other.chat_template += " "
     with pytest.raises(ValueError, match="tokenizer is"):

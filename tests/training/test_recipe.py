@@ -238,10 +238,13 @@ def test_what_the_vocabulary_does_not_show_is_tokenized_anew(target, speller, so
         reader = ExampleReader(target, tokenizer, OPTIONS, lambda line: None, tmp_path / "run")
         return reader.read(source, "data")[0].folder
 
-    other, larger = deepcopy(speller), deepcopy(target)
+    other, tuned = deepcopy(speller), deepcopy(target)
     other.backend_tokenizer.normalizer = normalizers.Lowercase()
-    larger.lm_head.weight.data *= 1.01
-    assert len({folder(speller), folder(other), folder(speller, larger)}) == 3
+    tuned.lm_head.weight.data *= 1.01
+    stopping = deepcopy(target)
+    stopping.generation_config.eos_token_id = [5, 10]
+    assert len({folder(speller), folder(other), folder(speller, stopping), folder(speller, build_target("gpt2"))}) == 4
+    assert folder(speller, tuned) == folder(speller)
 
 
 def test_a_cache_that_cannot_be_written_to(target, speller, source, tmp_path, told, monkeypatch):
