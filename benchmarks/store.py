@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def measure_store(dtype: str, width: int, count: int, folder: Path) -> dict[str,
     paths = [shard_path(folder, index) for index in range(SHARDS)]
     found = {"written": seconds_of(lambda: [write_shard(folder, i, [example] * count, {}) for i in range(SHARDS)])}
     for name in ("read and verified", "read again"):
-        found[name] = seconds_of(lambda: [*map(HiddenStateStore(folder).__getitem__, range(SHARDS * count))])
+        found[name] = seconds_of(lambda: deque(map(HiddenStateStore(folder).__getitem__, range(SHARDS * count)), 0))
     found["cat"] = seconds_of(lambda: subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, check=True))
     copied = f"cat {paths[0]} > {folder / 'copy'} && sync {folder / 'copy'}"
     found["cat into a file"] = SHARDS * seconds_of(lambda: subprocess.run(copied, shell=True, check=True))
