@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.headers import read_headers
 from ..upgrade import upgrade_to_eagle31
 from . import resuming
 from .loading import load_tokenizer
@@ -100,11 +101,9 @@ def run(args: argparse.Namespace, settings: Any) -> int:
 
 def asked_layers(args: argparse.Namespace) -> list[int] | None:
     """Returns the layers whose states the drafter reads, where a drafter or an option says it."""
-    from ..modeling import Eagle31DrafterModel
-
     fields = dict(args.field)
     if args.drafter is not None:
-        return Eagle31DrafterModel.from_pretrained(args.drafter, **fields).config.aux_hidden_state_layer_ids
+        return read_headers(args.drafter, fields).config.aux_hidden_state_layer_ids
     return fields.get("aux_hidden_state_layer_ids")
 
 

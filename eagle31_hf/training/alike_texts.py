@@ -1,7 +1,6 @@
 """Token ids of texts that begin alike, as a chat's does at each of its turns: what they share is tokenized once."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from typing import Any
 
 MOST_CHECKED = 3  # texts of a tokenizer that are tokenized both ways
@@ -9,7 +8,6 @@ LONGEST_KEPT = 64  # characters of an end of a text whose ids are kept: headers 
 MOST_KEPT = 10_000
 
 
-@dataclass
 class AlikeTexts:
     """Gives the ids of texts as `tokenizer(text, add_special_tokens=False)` does.
 
@@ -19,20 +17,18 @@ class AlikeTexts:
     library, tokenizes all of every text.
     """
 
-    tokenizer: Any
-    _text: str = ""
-    _ids: list[int] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=list)  # characters at which special tokens of `_text` end
-    _starts: list[tuple[int, int]] = field(default_factory=list)  # at which character and id each of these begins
-    _kept: dict[str, list[int]] = field(default_factory=dict)
-    _num_checked: int = 0
-
-    def __post_init__(self) -> None:
-        self._reuses_prefix = bool(self.tokenizer.is_fast)
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._text, self._ids = "", list[int]()  # of the reference
+        self._ends = list[int]()  # characters at which special tokens of it end
+        self._starts = list[tuple[int, int]]()  # at which character and id each of these begins
+        self._kept = dict[str, list[int]]()
+        self._num_checked = 0
+        self._reuses_prefix = bool(tokenizer.is_fast)
         # other added tokens also match by the text around them
         self._cut_tokens = {
             number: token.content
-            for number, token in self.tokenizer.added_tokens_decoder.items()
+            for number, token in tokenizer.added_tokens_decoder.items()
             if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         }
 

@@ -40,10 +40,9 @@ def ends_from_checkpoint(outline: PreTrainedModel, revision: str | None = None) 
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{outline.name_or_path}: its embedding, head and norm cannot be read without its layers"
-            f" ({type(error).__name__}: {reason}); expected an architecture that can be"
-            " made without layers."
-            " Have the engine answer alone, and read the states here: prepare-data --engine, then prepare-data --states"
-            " on what it wrote."
+            f" ({type(error).__name__}: {reason}); expected an architecture that can be made without layers. Have the"
+            " engine answer alone, and read the states here: prepare-data --engine, then prepare-data --states on what"
+            " it wrote."
         ) from error
 
 

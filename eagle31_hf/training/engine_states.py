@@ -79,7 +79,7 @@ class EngineStates:
                 f"{server.url} gives states of dtype {states.dtype}; expected one of"
                 f" {', '.join(str(dtype) for dtype in ACTIVATION_DTYPES)}."
             )
-        expected = (len(request.prompt), len(self.layer_ids) + 1, self.ends.embedding.embedding_dim)
+        expected = (len(request.prompt), len(self.server_layers), self.ends.embedding.embedding_dim)
         if states.shape != expected:
             raise ValueError(
                 f"{server.url} gives states of shape {tuple(states.shape)}; expected {expected}: of the layers"
@@ -88,9 +88,14 @@ class EngineStates:
         return states, ids
 
     @property
+    def server_layers(self) -> list[int]:
+        """The layers whose states a server gives, the last one's output included."""
+        return [*self.layer_ids, self.num_layers]
+
+    @property
     def server_options(self) -> str:
         """The options with which vLLM's server gives these states."""
-        return options_of_server([*self.layer_ids, self.num_layers], "FOLDER")
+        return options_of_server(self.server_layers, "FOLDER")
 
     def check(self) -> None:
         """Compares, on a short text, what each server says next with what the target's own head makes of its last
@@ -120,11 +125,11 @@ class EngineStates:
             theirs = self.servers.patiently(partial(self._ask, server), self._probe())[0].float()
             away = (theirs[:, :, None] - ours[:, None]).norm(dim=-1) / ours.norm(dim=-1)[:, None]  # (T, n + 1, L + 1)
             distance, nearest = away.mean(0).min(-1)
-            if nearest.tolist() != [*self.layer_ids, self.num_layers] or distance.max() > MAX_RELATIVE_ERROR:
+            if nearest.tolist() != self.server_layers or distance.max() > MAX_RELATIVE_ERROR:
                 raise ValueError(
                     f"{server.url} gives states that are nearest to those of the target's layers {nearest.tolist()},"
                     f" off by up to {distance.max():.2g} of their size; expected"
-                    f" {[*self.layer_ids, self.num_layers]}. Start it with{self.server_options}"
+                    f" {self.server_layers}. Start it with{self.server_options}"
                 )
 
     def _probe(self) -> Request:

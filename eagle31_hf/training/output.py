@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints.sharing import try_lock
@@ -196,6 +196,26 @@ def in_all_processes(find: Callable[[], Found]) -> Found:
     if outcome[1] is not None:
         raise ValueError(outcome[1])
     return outcome[0]
+
+
+def once_a_machine(make: Callable[[], Found]) -> Found:
+    """Calls `make` in the first process of each machine; the others wait, and return what it returned there. Where it
+    raises, so do all processes, ValueError where it was another's error."""
+    state = PartialState()
+    made: Found | None = None
+    failure: Exception | None = None
+    if state.is_local_main_process:
+        try:
+            made = make()
+        except Exception as error:  # any: the other processes wait for the outcome
+            failure = error
+    outcomes = gather_object([(made, failure and str(failure))])
+    if failure is not None:
+        raise failure
+    said = next((text for _, text in outcomes if text is not None), None)
+    if said is not None:
+        raise ValueError(said)
+    return outcomes[state.process_index - state.local_process_index][0]
 
 
 def set_aside(folder: str | Path) -> Path | None:

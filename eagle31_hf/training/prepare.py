@@ -20,7 +20,7 @@ from .records import Joined, Records, read_records
 from .self_prompts import SelfPrompts
 from .shard_builder import Progress, ShardBuilder
 from .skipped import Skips
-from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts
+from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts, write_shard
 
 MOST_REASONS = 5  # in an error
 
@@ -134,7 +134,7 @@ def _one_by_one(builder: ShardBuilder, output: str | Path, indices: list[int]) -
         for index in indices:
             made = builder.build(index)
             yield from (written.result() for written in writing)
-            writing = [writer.submit(builder.write, output, index, *made)]
+            writing = [writer.submit(write_shard, output, index, *made)]
         yield from (written.result() for written in writing)
 
 

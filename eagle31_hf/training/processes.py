@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +16,8 @@ import torch
 
 from .preparation_options import PreparationOptions
 from .shard_builder import ShardBuilder
-from .skipped import SHOWN, Skipped
+from .skipped import Skipped
+from .store import write_shard
 
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
 Refusals = list[tuple[int, Skipped]]
@@ -43,7 +44,7 @@ def in_processes(
     They are forked, as those of `datasets`: tokenizers, records and templates need not be sent. None of them touches a
     GPU.
     """
-    shown, left = Counter[str](), iter(indices)
+    left = iter(indices)
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (builder, folder, os.getpid()))
     try:
         # no more are asked for than are made: a stop waits for these
@@ -52,9 +53,7 @@ def in_processes(
             num_rows, num_tokens, refusals = making.popleft().result()
             making.extend(pool.submit(_make, index) for index in islice(left, 1))
             for number, refusal in refusals:
-                shown[refusal.reason] += 1
-                if shown[refusal.reason] <= SHOWN:
-                    builder.skips.add(number, refusal)
+                builder.skips.add(number, refusal)
             yield num_rows, num_tokens
     except BrokenProcessPool:
         raise RuntimeError(
@@ -85,5 +84,5 @@ def _make(index: int) -> tuple[int, int, Refusals]:
     reason that gave none."""
     skips = _builder.skips
     skips.forget()
-    num_rows, num_tokens = _builder.write(_folder, index, *_builder.build(index))
+    num_rows, num_tokens = write_shard(_folder, index, *_builder.build(index))
     return num_rows, num_tokens, skips.shown

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -28,6 +27,7 @@ from .answers import stop_ids
 from .ends import TargetEnds
 from .engine_states import EngineStates, StreamedStates
 from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
+from .output import once_a_machine
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
 from .prepare import prepare_data
@@ -100,7 +100,7 @@ class ExampleReader:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
         if source is not None and (Path(source) / MANIFEST).is_file():
             store = HiddenStateStore(source)
-            store.check(tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer))
+            store.check(tokenizer_fingerprint(self.tokenizer))
             if self.options.self_prompts and name != EVAL_DATA:
                 raise ValueError(
                     f"{source} is a store, to which no self-prompted chats are added here; expected the data it was"
@@ -130,32 +130,25 @@ class ExampleReader:
 
     def _tokenized(self, source: str) -> HiddenStateStore:
         """Makes the store of a source as it is in the cache folder, or finds it there: the first process of each
-        machine makes it, for one run at a time; the others wait. Raises in all of them where one cannot."""
-        state, failure = PartialState(), None
+        machine makes it, for one run at a time."""
         options = replace(self.options, engine=None)
-        made_of = (
-            identity(source, options.split),
-            repr(replace(options, processes=None, batch_size=1)),
-            tokenizer_fingerprint(self.tokenizer),
-            self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
-            weights_fingerprint(self.target, values=False),
-            repr(stop_ids(self.target, self.tokenizer)),
-            __version__,
-        )
-        cached = self._writable(digest(*made_of)[:16])
-        folder = cached / "store"
-        if state.is_local_main_process:
-            try:
-                with folder_lock(cached, required=False):
-                    prepare_data(self.target, self.tokenizer, source, folder, options, progress=self.progress)
-            except (OSError, ValueError, RuntimeError) as error:
-                failure = error
-        failures = gather_object([failure and str(failure)])
-        if failure is not None:
-            raise failure
-        if any(failures):
-            raise ValueError(next(filter(None, failures)))
-        return HiddenStateStore(folder)
+
+        def made() -> Path:
+            made_of = (
+                identity(source, options.split),
+                repr(replace(options, processes=None, batch_size=1)),
+                tokenizer_fingerprint(self.tokenizer),
+                self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
+                weights_fingerprint(self.target, values=False),
+                repr(stop_ids(self.target, self.tokenizer)),
+                __version__,
+            )
+            cached = self._writable(digest(*made_of)[:16])
+            with folder_lock(cached, required=False):
+                prepare_data(self.target, self.tokenizer, source, cached / "store", options, progress=self.progress)
+            return cached / "store"
+
+        return HiddenStateStore(once_a_machine(made))
 
     def _writable(self, name: str) -> Path:
         """Returns the folder `name` of the cache, or, where that cannot be written to, of the run."""

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from .records import Record, Records, identity
 from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
 from .skipped import Skipped, Skips
-from .store import Columns, Manifest, write_shard
+from .store import Columns, Manifest
 from .target import TargetReader
 
 PROBES = 3  # prompts by which an engine is checked
@@ -127,11 +126,6 @@ class ShardBuilder:
     def needs_target(self) -> bool:
         """True where the target, or an engine in its place, answers or gives states."""
         return self.generator is not None or self.reader is not None
-
-    def write(self, folder: str | Path, index: int, examples: list[Columns], skipped: Counter[str]) -> tuple[int, int]:
-        """Writes a shard that was built; returns the numbers of its examples and tokens."""
-        write_shard(folder, index, examples, skipped)
-        return len(examples), sum(len(example["input_ids"]) for example in examples)
 
     def _regenerated(self, source: AnswerSource, numbers: range) -> list[Columns]:
         """Returns examples in the target's words: chats are answered; of what is no chat, all before the first answer

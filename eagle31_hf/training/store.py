@@ -153,8 +153,10 @@ def missing_shards(folder: str | Path) -> list[int]:
     return [index for index in range(read_manifest(folder).num_shards) if not shard_path(folder, index).is_file()]
 
 
-def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], skipped: Mapping[str, int]) -> None:
-    """Writes a shard, whole or not at all.
+def write_shard(
+    folder: str | Path, index: int, examples: Iterable[Columns], skipped: Mapping[str, int]
+) -> tuple[int, int]:
+    """Writes a shard, whole or not at all; returns the numbers of its examples and tokens.
 
     `skipped` counts by reason the records that gave no example; examples with NaN or infinite states join them. Raises
     OSError naming the shard when it cannot be written.
@@ -174,6 +176,7 @@ def write_shard(folder: str | Path, index: int, examples: Iterable[Columns], ski
         tensors[name] = Entry.of_pieces(dtype, (int(offsets[-1]), *shape), [columns[name] for columns in encoded])
     facts = {"rows": str(len(encoded)), "tokens": str(int(offsets[-1])), "skipped": json.dumps(skips, sort_keys=True)}
     write_sealed(shard_path(folder, index), tensors, facts)
+    return len(encoded), int(offsets[-1])
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -257,15 +260,13 @@ class HiddenStateStore(Dataset):
         # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
         return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in names})
 
-    def check(self, layer_ids: list[int] | None = None, tokenizer_fingerprint: str | None = None) -> None:
-        """Raises ValueError naming which of these the examples were not made with; None is not looked at."""
-        for name, expected in (("layer_ids", layer_ids), ("tokenizer", tokenizer_fingerprint)):
-            found = getattr(self.manifest, name)
-            if expected is not None and found != expected:
-                raise ValueError(
-                    f"{self.folder}: {name} is {found!r}, expected {expected!r}. Prepare the data with what you train"
-                    " with."
-                )
+    def check(self, tokenizer_fingerprint: str) -> None:
+        """Raises ValueError where the examples were made with another tokenizer."""
+        if self.manifest.tokenizer != tokenizer_fingerprint:
+            raise ValueError(
+                f"{self.folder}: tokenizer is {self.manifest.tokenizer!r}, expected {tokenizer_fingerprint!r}. Prepare"
+                " the data with what you train with."
+            )
 
 
 def _decode(stored: Columns) -> Columns:
