@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.training.alike_texts import AlikeTexts
 
+SHORT = 40  # characters
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>")
 TEXT = "a turn of words, and\nof others: banana bandana  two  spaces\n\nends " * 20
 PIPELINES = {
@@ -96,11 +97,26 @@ def looking(at: str):
 
     class LooksAround(type(tokenizer)):
         def _encode_plus(self, text, **options):
-            changed = {"the beginning": f"? {text}", "the length": text + "ab" * (len(text) % 3 + 1)}[at]
+            changed = {
+                "the beginning": f"? {text}",
+                "the beginning of long texts": f"? {text}" if len(text) > SHORT else text,
+                "the length": text + "ab" * (len(text) % 3 + 1),
+            }[at]
             return super()._encode_plus(changed, **options)
 
     tokenizer.__class__ = LooksAround
     return tokenizer
+
+
+def test_an_end_that_does_not_begin_with_the_special_token_is_not_taken():
+    """Where the first texts did not show it."""
+    tokenizer = looking("the beginning of long texts")
+    alike = AlikeTexts(tokenizer)
+    alike.set_reference("a<|im_start|>banana")
+    texts = ["a<|im_start|>" + word for word in ("a", "turn", "of", "words", TEXT)]
+    for text in texts:
+        assert alike.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert alike._reuses_prefix
 
 
 @pytest.mark.parametrize("at", ["the beginning", "the length"])

@@ -16,6 +16,7 @@ from transformers import TrainerState
 from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.processes import in_processes
 from eagle31_hf.training.recipe import (
     ExampleReader,
     ProgressLines,
@@ -26,8 +27,10 @@ from eagle31_hf.training.recipe import (
     target_in_store,
     untrained_drafter,
 )
+from eagle31_hf.training.records import read_records
 from eagle31_hf.training.shard_builder import ShardBuilder
-from eagle31_hf.training.store import HiddenStateStore
+from eagle31_hf.training.skipped import Skips
+from eagle31_hf.training.store import HiddenStateStore, open_store
 
 RECORDS = 30
 OPTIONS = PreparationOptions(max_length=40)
@@ -260,3 +263,14 @@ def test_a_source_without_examples_stops_all_processes(target, speller, tmp_path
     path.write_text('{"text": "a"}')
     with pytest.raises(ValueError, match="none of its 1 records makes a row"):
         ExampleReader(target, speller, OPTIONS, told.append, tmp_path / "run").read(str(path), "data")
+
+
+def test_a_stop_waits_for_the_shards_that_are_being_made_alone(target, speller, source, tmp_path):
+    options = replace(OPTIONS, records_per_shard=2).for_target(target)
+    records = read_records(source)
+    builder = ShardBuilder(target, speller, records, options, Skips(records.where), lambda line: None)
+    open_store(tmp_path / "store", builder.manifest(source))
+    making = in_processes(builder, tmp_path / "store", [*range(15)], 2)
+    assert next(making)[0] == 2
+    making.close()
+    assert len([*(tmp_path / "store").glob("shard-*.safetensors")]) <= 3

@@ -3,6 +3,7 @@ would measure."""
 
 import itertools
 import json
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -233,6 +234,28 @@ def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, mo
     trainer.train()
     [log] = [log for log in trainer.state.log_history if "tokens_per_second" in log]
     assert log["tokens_per_second"] == round(sum(len(example["input_ids"]) for example in examples) / 3, 1)
+
+
+def test_batches_are_read_by_a_thread_and_stay_on_the_host_until_they_are_trained_on(tmp_path):
+    readers = []
+
+    class Noted(torch.utils.data.Dataset):
+        lengths = [10] * 8
+
+        def __len__(self):
+            return len(self.lengths)
+
+        def __getitem__(self, index):
+            readers.append(threading.current_thread())
+            return {"input_ids": torch.arange(10), "answers": torch.ones(10) > 0}
+
+    trainer = make_trainer(tmp_path, Noted(), per_device_train_batch_size=1)
+    assert trainer.get_train_dataloader().device is None
+    readers.clear()
+    trainer.train()
+    assert len(readers) == 8
+    assert threading.main_thread() in readers, "the order is drawn by whoever trains"
+    assert len({*readers}) == 2
 
 
 def test_the_share_of_time_that_waits_for_data(monkeypatch):
