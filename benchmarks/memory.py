@@ -1,17 +1,14 @@
 """Peak memory of a long prompt with and without a drafter, each in a process of its own (on a GPU: torch's peak)."""
 
 import argparse
-import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 from command import add_models, progress, run_benchmark
 from engine import SHAPES, build
-
-CHILD = "child"  # the first argument of a process that measures its own memory
 
 
 def measure_memory(
@@ -23,15 +20,11 @@ def measure_memory(
 ) -> dict[str, Any]:
     """-> bytes: `alone`, `drafted`, both without the drafter's weights, and their `ratio`. `chunk`:
     `prefill_chunk_size`."""
-    figures = {}
+    figures, context = {}, multiprocessing.get_context("forkserver")  # a server that has only imported forks them
+    context.set_forkserver_preload(["engine"])
     for way in ("alone", "drafted"):
-        options = [way, shape, dtype, device, str(prompt_tokens), str(chunk or 0)]
-        done = subprocess.run([sys.executable, __file__, CHILD, *options], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(
-                f"measuring the memory of decoding {way} failed: {done.stderr.strip().splitlines()[-1:]}"
-            )
-        figures[way] = json.loads(done.stdout.splitlines()[-1])
+        with ProcessPoolExecutor(1, context) as pool:
+            figures[way] = pool.submit(peak, way, shape, dtype, device, prompt_tokens, chunk).result()
     return {"prompt_tokens": prompt_tokens, "chunk": chunk, **figures, "ratio": figures["drafted"] / figures["alone"]}
 
 
@@ -44,7 +37,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak(way: str, shape: str, dtype: str, device: str, prompt_tokens: int, chunk: int) -> int:
+def peak(way: str, shape: str, dtype: str, device: str, prompt_tokens: int, chunk: int | None) -> int:
     """Bytes this process has needed at most to decode a prompt and 32 tokens, the drafter's weights not counted; both
     ways build it."""
     target, drafter = build(shape, getattr(torch, dtype), device)
@@ -81,7 +74,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [CHILD]:
-        print(peak(*sys.argv[2:6], *map(int, sys.argv[6:])))  # type: ignore[arg-type]
-    else:
-        main()
+    main()

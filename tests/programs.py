@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def forkserver() -> Any:
     is one for all tests of a process, and the first use decides what it imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["eagle31_hf.cli", "transformers.trainer", "eagle31_hf.training.trainer"])
+    ensure_running()
     return context
 
 

@@ -70,7 +70,7 @@ class Runner:
 
     def measure(self, section: Section) -> None:
         """Measures a section row by row, as far as its limit and the budget reach."""
-        limit = min(section.limit, self.budget - self.spent())
+        limit = min(section.limit * self.run.sizes.patience, self.budget - self.spent())
         figures: dict[str, Any] = {"title": section.title, "limit": limit, "rows": []}
         self.results["sections"][section.name] = figures
         if limit < LEAST:

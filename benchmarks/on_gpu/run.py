@@ -44,8 +44,11 @@ class Sizes:
     positions: int = 2048  # of a text that is trained on
     copied_bytes: int = 8_000_000_000
     matmul: int = 8192
+    text_targets: tuple[str, ...] = ("Llama", "Qwen3", "Mistral, window of 8")
+    text_tokens: int = 20
     demo_tokens: int = 96
     demo_prompts: int = 4
+    patience: int = 1  # times as long as it says a section may take
 
 
 SMALL = Sizes(
@@ -63,8 +66,11 @@ SMALL = Sizes(
     positions=24,
     copied_bytes=32_000_000,
     matmul=256,
-    demo_tokens=12,
+    text_targets=("Qwen3",),
+    text_tokens=8,
+    demo_tokens=6,
     demo_prompts=1,
+    patience=30,
 )
 
 

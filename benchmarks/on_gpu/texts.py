@@ -58,13 +58,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "sampled tree": (TREE, SAMPLED, 1),
     "sampled chain, batch of 3": (CHAIN, SAMPLED, 3),
 }
-NEW_TOKENS = 20
 LEFT_PADDING = 3  # tokens, of the second sequence of a batch; the third has one more
 
 
 def texts(run: Run) -> Iterator[Task]:
     """Every way to decode, for tiny targets: without graphs, and on a GPU captured."""
-    for kind in TARGETS:
+    for kind in run.sizes.text_targets:
         pair = tiny(kind, run.device)
         for way in WAYS:
             for name, seam in _seams(run).items():
@@ -93,7 +92,7 @@ def compared(run: Run, pair: Pair, way: str, seam: Seam) -> Row:
     target, drafter = pair
     knobs, sampling, count = WAYS[way]
     inputs = _inputs(count, run.device)
-    decode = partial(_generated, target, inputs, sampling)
+    decode = partial(_generated, target, inputs | {"max_new_tokens": run.sizes.text_tokens}, sampling)
     release(drafter)
     if sampling:
         expected = _within(Uncaptured(), run, partial(decode, drafter, knobs))[0]
@@ -125,14 +124,14 @@ def _inputs(count: int, device: torch.device) -> dict[str, Tensor]:
 
 def _generated(
     target: PreTrainedModel,
-    inputs: dict[str, Tensor],
+    inputs: dict[str, Any],
     sampling: dict[str, Any],
     drafter: Eagle31DrafterModel | None,
     knobs: dict[str, Any],
 ) -> Tensor:
     torch.manual_seed(0)
     options = {"do_sample": False, **sampling} | ({} if drafter is None else {"assistant_model": drafter, **knobs})
-    return target.generate(**inputs, max_new_tokens=NEW_TOKENS, **options)
+    return target.generate(**inputs, **options)
 
 
 def _within(seam: Any, run: Run, decode: Callable[[], Tensor]) -> tuple[Tensor, Any]:

@@ -13,6 +13,7 @@ import store
 import torch
 import training
 import turns
+from programs import forkserver
 
 
 def figures_of(capsys, benchmark, *arguments: str) -> dict:
@@ -105,6 +106,7 @@ def test_a_benched_step_trains(recomputes):
 
 
 def test_memory_is_that_of_processes_of_their_own(capsys, monkeypatch):
+    forkserver()  # that of all tests, whichever comes first
     row, asked = memory.measure_memory("tiny", "float32", prompt_tokens=64, chunk=32), []
     assert row["alone"] > 2**25, "less than Python and torch take"
     assert row["ratio"] == pytest.approx(row["drafted"] / row["alone"])
