@@ -1,6 +1,8 @@
 """A report as a page: one HTML file that needs no network."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ CODE = re.compile("`([^`]*)`")
 TEMPLATE = Path(__file__).with_name("template.html")
 
 
-def page(report: Report, names: str) -> str:
-    """Returns the page; `names`: whose report it is. Raises ImportError without matplotlib."""
+def page(report: Report, names: str, svg_of: Callable[[Chart | HeatMap], bytes]) -> str:
+    """Returns the page; `names`: whose report it is; `svg_of`: a chart's SVG file."""
     import jinja2  # which torch brings, but not every vendor's build of it
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(report=report, names=names, marks=MARKS, picture=_picture, words=_words) + "\n"
+    picture = partial(_picture, svg_of)
+    return template.render(report=report, names=names, marks=MARKS, picture=picture, words=_words) + "\n"
 
 
 def _words(text: str) -> Any:
@@ -28,10 +31,10 @@ def _words(text: str) -> Any:
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
 
 
-def _picture(chart: Chart | HeatMap, prefix: str) -> Any:
+def _picture(svg_of: Callable[[Chart | HeatMap], bytes], chart: Chart | HeatMap, prefix: str) -> Any:
     """Returns the chart as an element that screen readers announce by its title; its figures are in the tables."""
     from markupsafe import Markup, escape
 
     name = escape(f"{chart.title}: {chart.y_label} by {chart.x_label}")
-    drawn = plots.svg(chart, prefix).replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+    drawn = plots.svg(svg_of(chart), prefix).replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
     return Markup(drawn)

@@ -32,20 +32,20 @@ def check_installed() -> None:
         raise ImportError(f"writing a report needs {error.name}: pip install eagle31_hf[plots]") from None
 
 
-def svg(chart: Chart | HeatMap, prefix: str) -> str:
-    """Returns the chart as an `<svg>` element for a page, which has every name in it once: they begin with `prefix`.
+def svg(file: bytes, prefix: str) -> str:
+    """Returns an SVG file as an `<svg>` element for a page, which has every name in it once: they begin with `prefix`.
 
     Its words are text, in the colour of the text around it; lines have the page's colours --line-0, --line-1 and so on.
     """
-    text = file_of(chart, "svg").decode()
+    text = file.decode()
     text = text[text.index("<svg") :].replace("#000000", "currentColor")
     for i, colour in enumerate(COLOURS):
         text = text.replace(colour.lower(), f"var(--line-{i}, {colour})")
     return NAMES.sub(lambda found: f"{found[1]}{prefix}{found[2]}", text)
 
 
-def file_of(chart: Chart | HeatMap, form: str) -> bytes:
-    """Returns the chart as a file, "png" or "svg"."""
+def files_of(chart: Chart | HeatMap, forms: tuple[str, ...] = ("svg", "png")) -> dict[str, bytes]:
+    """Returns the chart as files by their forms. It is drawn and laid out once for all of them."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,18 +57,21 @@ def file_of(chart: Chart | HeatMap, form: str) -> bytes:
         "font.size": 10,
         "hatch.linewidth": 0.4,
     }
+    files: dict[str, bytes] = {}
     with rc_context(settings):
-        figure = Figure(figsize=SIZE, layout="constrained", facecolor="none" if form == "svg" else "white")
+        figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot(facecolor="none")
         _draw_heat(figure, axes, chart) if isinstance(chart, HeatMap) else _draw_lines(axes, chart)
         axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.y_label)
-        out = io.BytesIO()
-        figure.savefig(
-            out, format=form, dpi=150, facecolor=figure.get_facecolor(), metadata=NO_DATE if form == "svg" else None
-        )
-    return out.getvalue()
+        for form in forms:
+            out, is_svg = io.BytesIO(), form == "svg"
+            facecolor, metadata = ("none", NO_DATE) if is_svg else ("white", None)
+            figure.savefig(out, format=form, dpi=150, facecolor=facecolor, metadata=metadata)
+            figure.set_layout_engine("none")
+            files[form] = out.getvalue()
+    return files
 
 
 def _draw_lines(axes: Any, chart: Chart) -> None:

@@ -19,16 +19,19 @@ def write_report(folder: Path, report: Report, names: str) -> list[Path]:
     their paths. Raises ImportError without matplotlib."""
     pictures = folder / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
+    charts: list[tuple[str, Chart | HeatMap]] = [
+        (section.title, chart) for section in report.sections for chart in (*section.charts, *section.heat_maps)
+    ]
+    drawn = {id(chart): plots.files_of(chart) for _, chart in charts}
     written = [folder / "report.json"]
     replace_json(written[0], report.as_dict())
-    for name, text in (("report.md", markdown(report)), ("report.html", page(report, names))):
+    html = page(report, names, lambda chart: drawn[id(chart)]["svg"])
+    for name, text in (("report.md", markdown(report)), ("report.html", html)):
         written.append(_replace(folder / name, text.encode()))
     taken = set[str]()
-    for section in report.sections:
-        drawn: list[Chart | HeatMap] = [*section.charts, *section.heat_maps]
-        for chart in drawn:
-            stem = _free(re.sub(r"\W+", "-", f"{section.title} {chart.title}".lower()).strip("-")[:LONGEST], taken)
-            written += [_replace(pictures / f"{stem}.{form}", plots.file_of(chart, form)) for form in ("png", "svg")]
+    for title, chart in charts:
+        stem = _free(re.sub(r"\W+", "-", f"{title} {chart.title}".lower()).strip("-")[:LONGEST], taken)
+        written += [_replace(pictures / f"{stem}.{form}", file) for form, file in drawn[id(chart)].items()]
     return written
 
 

@@ -10,7 +10,7 @@ from eagle31_hf.reports.drift_study import DriftStudy
 from eagle31_hf.reports.prompts import Prompts, Renderer
 
 DEPTH = 3
-SETTINGS = {"depth": DEPTH, "max_new_tokens": 8, "lengths": (24, 40), "has_interventions": True}
+SETTINGS = {"depth": DEPTH, "max_new_tokens": 5, "lengths": (24, 40), "has_interventions": True}
 NAMES = ("<mine> & yours", "other")  # a page must not take the first for an element
 
 

@@ -119,22 +119,25 @@ def with_one_chart(name):
     return named(replace(REPORT, sections=[section]), name)
 
 
+def svg_of(chart):
+    return plots.files_of(chart, ("svg",))["svg"]
+
+
 def test_on_the_page_names_are_words_and_no_more():
-    plain = Page(page(with_one_chart("plain"), "plain"))
+    plain = Page(page(with_one_chart("plain"), "plain", svg_of))
     for name in NAMES:
-        hostile = Page(page(with_one_chart(name), name))
+        hostile = Page(page(with_one_chart(name), name, svg_of))
         assert hostile.found == plain.found, name
         assert all(link.startswith(("#", "data:,", "data:image/png;base64,")) for link in hostile.links), name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_are_well_formed_and_no_formulas(name):
-    """Every kind of picture, in either form: what a picture says of a name is one function's for all of them."""
-    for chart in (CHART, MAP):
-        drawn = ElementTree.fromstring(plots.file_of(named(chart, name), "svg"))
+    """Of every kind; that of lines is on the page as well."""
+    for chart, forms in ((MAP, ("svg",)), (STACK, ("svg", "png"))):
+        drawn = ElementTree.fromstring(plots.files_of(named(chart, name), forms)["svg"])
         kinds = {element.tag.rpartition("}")[2] for element in drawn.iter()}
         assert not kinds & {"script", "a", "foreignObject"}
-    assert plots.file_of(named(STACK, name), "png")
 
 
 def test_files_are_in_the_folder_whatever_names_are(tmp_path):
