@@ -12,7 +12,6 @@ import faulthandler
 import io
 import json
 import logging
-import os
 import random
 import shutil
 import signal
@@ -23,15 +22,16 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a config may name any repository
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "checkpoints")]
 
 import torch
 import transformers
 from folder_damage import KNOBS, PICKLE, PLAIN_KNOBS, mutate, unlink
+from huggingface_hub import constants
 from writers import LAYOUTS, Layout
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, convert_checkpoint
@@ -195,6 +195,11 @@ def run(seed: int, root: Path) -> tuple[str, str]:
 
 
 def run_all(first: int, runs: int, report: Callable[[str], None]) -> tuple[collections.Counter, list[str]]:
+    """Fuzzes in this process, whose timers, logs and way to the hub are then others."""
+    constants.HF_HUB_OFFLINE = True  # a config may name any repository
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
     outcomes: collections.Counter = collections.Counter()
     findings: list[str] = []
     for timer in (signal.SIGPROF, signal.SIGALRM):
@@ -229,10 +234,7 @@ WARM = ("specforge", "original_release", "native", "kimi_mla.bin")
 
 if __name__ == "__main__":
     args, start = parse(), time.time()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    outcomes, findings = run_all(args.seed, args.runs, lambda text: print(text, flush=True))
+    outcomes, findings = run_all(args.seed, args.runs, partial(print, flush=True))
     for (kind, outcome), count in sorted(outcomes.items()):
         print(f"{count:7} {kind:10} {outcome}")
     seconds = f"{time.time() - start:.0f} s, {time.process_time():.0f} s of processor time"
