@@ -14,7 +14,7 @@ TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 
 
 def test_demo_json_has_the_names_of_the_contract(capsys):
-    assert main(["demo", "--json", "--prompts", "1", "--max-new-tokens", "8"]) == 0
+    assert main(["demo", "--json", "--prompts", "1", "--max-new-tokens", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"target", "runs", "environment"}
     assert result["target"]["tokens_per_second"] > 0

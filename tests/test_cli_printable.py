@@ -41,7 +41,7 @@ def test_demo_shows_its_table_and_profile_and_what_would_steer_in_all_three_text
     for name in demo.DRAFTERS:
         (target.parent / name).symlink_to(demo.FOLDER / name)
     monkeypatch.setattr(demo, "FOLDER", target.parent)
-    assert main(["demo", "--profile", "--prompts", "1", "--max-new-tokens", "8"]) == 0
+    assert main(["demo", "--profile", "--prompts", "1", "--max-new-tokens", "4"]) == 0
     shown = capsys.readouterr().out
     assert not steering_in(shown)
     assert "with the EAGLE 3.1 drafter" in shown

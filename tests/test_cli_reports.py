@@ -9,7 +9,7 @@ from eagle31_hf import demo
 from eagle31_hf.cli import main
 
 PAIR = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31")]
-SMALL = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "8", "--depth", "3"]
+SMALL = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "4", "--depth", "2"]
 PLAIN = [*SMALL, "--no-interventions", "--lengths", "48"]
 
 
@@ -77,7 +77,7 @@ def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys
             "no prompt can be made 8 tokens long; expected more than the prompts have (16 to 16)",
         ),
         (["--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
-        (["--max-new-tokens", "2", "--lengths", "32"], "--max-new-tokens is 2; expected at least 5"),
+        (["--max-new-tokens", "2", "--lengths", "32"], "--max-new-tokens is 2; expected at least 4"),
     ],
     ids=["depth", "resume", "twice", "prompts", "room", "shorter", "lengths", "depth-of-chains"],
 )
@@ -88,7 +88,7 @@ def test_what_cannot_be_measured_is_said_in_a_line(words, said, capsys):
     assert said in lines[0]
 
 
-ACCEPTANCE = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "8"]
+ACCEPTANCE = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "4"]
 ONE_WAY = [*ACCEPTANCE, "--depths", "2", "--trees", "--depth", "2", "--no-perturbations"]
 
 
