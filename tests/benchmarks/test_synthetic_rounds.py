@@ -44,7 +44,7 @@ def test_chances_of_a_later_call_hold_in_rounds_captured_before(pair):
     found = _draws_of(pair[1], torch.device("cpu"))
     places = found.count.data_ptr(), found.survival.data_ptr()
     for survival, expected in (((1.0,) * 5, 6.0), ((0.0,), 1.0)):
-        length, _ = mean_length(pair, CHAIN, survival, seam=Uncaptured(), new_tokens=61)
+        length, _ = mean_length(pair, CHAIN, survival, seam=Uncaptured(), new_tokens=31)
         assert length == pytest.approx(expected)
     assert _draws_of(pair[1], torch.device("cpu")) is found
     assert (found.count.data_ptr(), found.survival.data_ptr()) == places, "what graphs read has moved"

@@ -457,13 +457,15 @@ class HubServer(ThreadingHTTPServer):
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
+            if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_", "SSL_CERT_"))
         }
         hub = {"HF_ENDPOINT": self.url, "HF_HOME": str(self.home), "HF_TOKEN": self.token}
         # Where hf_xet is installed the client uploads through Xet, without asking the Hub, unless Xet is disabled.
         disabled = [f"HF_HUB_DISABLE_{name}" for name in ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")]
         # The conversion of *.bin weights is a thread that outlives the call it was started by.
         ones = dict.fromkeys([*disabled, "DISABLE_SAFETENSORS_CONVERSION"], "1")
+        # This Hub needs no certificates. A client reads all of the system's, unless it is told of a folder of them.
+        hub["SSL_CERT_DIR"] = str(self.home)
         return kept | hub | ones | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
 
     def add_user(self, name: str, *organizations: str) -> str:
