@@ -1,5 +1,7 @@
 """A server for all tests of serving, and the target's own answers."""
 
+from functools import cache
+
 import pytest
 import torch
 from serving.servers import COUNT, TEMPLATE, Server, demo_target
@@ -25,6 +27,7 @@ def expected(folder):
     target, tokenizer = demo.load_target()
     tokenizer.chat_template = TEMPLATE
 
+    @cache  # most tests ask of the same words
     def answer(words, count=COUNT, **options):
         messages = [{"role": "user", "content": words}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
