@@ -52,10 +52,10 @@ def test_a_conversation_reads_what_is_new(server):
 
 
 def test_streams_from_many_threads_part_of_which_go_away(server, expected):
-    """16 streams from 4 threads; every other client goes away in the middle of its answer."""
+    """8 streams from 4 threads; every other client goes away in the middle of its answer."""
     questions = [f"{WORDS}\n    number_{i} = {i}" for i in range(4)]
     wanted = [expected(words) for words in questions]
-    left, lock, wrong, gone = list(range(16)), threading.Lock(), [], []
+    left, lock, wrong, gone = list(range(8)), threading.Lock(), [], []
     before = server.counts()
 
     def ask_on():
@@ -65,14 +65,14 @@ def test_streams_from_many_threads_part_of_which_go_away(server, expected):
                 if not left:
                     return
                 number = left.pop()
-            stream, text = server.ask(client, questions[number // 2 % 4], stream=True), ""
+            stream, text = server.ask(client, questions[number // 2], stream=True), ""
             for chunk in stream:
                 text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
                 if number % 2 and text:
                     stream.close()
                     gone.append(number)
                     break
-            is_right = wanted[number // 2 % 4].startswith(text) if number % 2 else text == wanted[number // 2 % 4]
+            is_right = wanted[number // 2].startswith(text) if number % 2 else text == wanted[number // 2]
             if not is_right:
                 wrong.append((number, text))
 
@@ -82,12 +82,12 @@ def test_streams_from_many_threads_part_of_which_go_away(server, expected):
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(gone) == 8
+    assert len(gone) == 4
     assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
     after = server.counts()
     answered, stopped = (after[name] - before[name] for name in ("requests", "requests_stopped"))
-    assert answered + stopped == 17
-    assert answered >= 9  # a client that goes away at the end of an answer stops nothing
+    assert answered + stopped == 9
+    assert answered >= 5  # a client that goes away at the end of an answer stops nothing
 
 
 def test_an_answer_as_a_whole_ends_as_its_client_goes_away(server, expected):
