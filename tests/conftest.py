@@ -117,13 +117,15 @@ ONE_WORKER = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks tests: `quick` and `slow` by the lists above, `numeric` where a test compares numbers within one of
-    close's tolerances. Skips those marked `gpu` where there is none."""
+    close's tolerances, which takes seconds to tell and is told where it is asked for. Skips those marked `gpu` where
+    there is none."""
+    asked = "numeric" in config.getoption("markexpr")
     compares = cache(compares_numbers)
     for item in items:
         name = item.module.__name__.rpartition(".")[2]
-        marks = {"quick": name in QUICK, "slow": name in SLOW, "numeric": compares(item.function)}
+        marks = {"quick": name in QUICK, "slow": name in SLOW, "numeric": asked and compares(item.function)}
         for mark, holds in marks.items():
             if holds:
                 item.add_marker(mark)
