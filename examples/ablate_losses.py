@@ -24,7 +24,6 @@ DRAFTERS = {"EAGLE 3.1": {}, "EAGLE 3": {"fc_norm": False, "norm_output": False}
 ALIGNED, REGULARISED = {"attention_alignment": 0.1}, {"drift_regulariser": 0.1}
 LOSSES = {"none": {}, "alignment 0.1": ALIGNED, "drift 0.1": REGULARISED, "both": ALIGNED | REGULARISED}
 PROMPT = 96
-NEW_TOKENS = 96
 DEPTH, EVAL_DEPTH = 4, 7
 FIGURES = {
     "accepted length": lambda found: found["eval_accepted_length"],
@@ -37,10 +36,11 @@ T95 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}  # Student's t, 
 class Ablation:
     """Trains and evaluates drafters, those that a file does not know yet; `found` by drafter, losses and seed."""
 
-    def __init__(self, work: Path, num_texts: int, num_prompts: int, steps: int, num_left: int):
+    def __init__(self, work: Path, num_texts: int, num_prompts: int, new_tokens: int, steps: int, num_left: int):
         self.target, self.tokenizer = demo.load_target()
-        self.work, self.num_prompts, self.steps, self.num_left = work, num_prompts, steps, num_left
-        self.file = work / f"ablation-{num_texts}-texts-{num_prompts}-prompts.json"
+        self.work, self.num_prompts, self.new_tokens = work, num_prompts, new_tokens
+        self.steps, self.num_left = steps, num_left
+        self.file = work / f"ablation-{num_texts}-texts-{num_prompts}-prompts-{new_tokens}-tokens.json"
         self.found: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.examples = own_words(self.target, self.tokenizer, work / "data", num_texts)
         self.held_out = self.continued_prompts()
@@ -53,7 +53,7 @@ class Ablation:
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=False,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=self.new_tokens,
             eos_token_id=None,
         )
         return Examples.from_iterable(
@@ -155,7 +155,7 @@ def report(ablation: Ablation, num_seeds: int, settings: dict[str, Any]) -> str:
     what = (
         f"{num_seeds} seeds, {ablation.steps} steps of 8 rows, {DEPTH} deep. Accepted length (bonus included), states"
         f" and attention are of chains {EVAL_DEPTH} deep, teacher-forced, walked over {ablation.num_prompts} held-out"
-        f" prompts x {NEW_TOKENS} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by"
+        f" prompts x {ablation.new_tokens} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by"
         " seed, ± its standard error. Up to two standard errors is no effect shown; with so few seeds chance passes two"
         f" easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
     )
@@ -179,15 +179,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--texts", type=int, default=1536, help="pieces of text that the drafters learn from")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts on which they are evaluated")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="after each of these prompts")
     parser.add_argument("--left-out", type=int, default=32, help="of the examples made of the texts, not learnt from")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    ablation = Ablation(args.work, args.texts, args.prompts, args.steps, args.left_out)
+    ablation = Ablation(args.work, args.texts, args.prompts, args.max_new_tokens, args.steps, args.left_out)
     for seed in range(args.seeds):  # so that a run that is stopped has all variants of fewer seeds
         for drafter in DRAFTERS:
             for losses in LOSSES:
                 ablation.run(drafter, losses, seed)
-    settings = environment(ablation.target, prompts=args.prompts, max_new_tokens=NEW_TOKENS)
+    settings = environment(ablation.target, prompts=args.prompts, max_new_tokens=args.max_new_tokens)
     text = report(ablation, args.seeds, settings)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "ablate_losses.md").write_text(text, encoding="utf-8")

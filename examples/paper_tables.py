@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class Bench:
         self.used[name] = self.found[name]
         return self.found[name]
 
+    @cache  # noqa: B019 -- of the one bench
     def prompts(self, num_tokens: int = 96, has_bos: bool = False) -> list[Tensor]:
         bos = torch.full((1, int(has_bos)), self.tokenizer.bos_token_id)
         return [
@@ -116,9 +117,10 @@ class Bench:
     def ids(self, text: str) -> Tensor:
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
-    def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int) -> dict[str, Any]:
-        """Measures acceptance; `standard_error` of the accepted length takes rounds for independent."""
-        stats = measure_acceptance(self.target, drafter, prompts, depth, self.new_tokens)
+    def decode(self, drafter: Eagle31DrafterModel, prompts: list[Tensor], depth: int, least: int = 0) -> dict[str, Any]:
+        """Measures acceptance, over at least so many tokens; `standard_error` of the accepted length takes rounds for
+        independent."""
+        stats = measure_acceptance(self.target, drafter, prompts, depth, max(least, self.new_tokens))
         spread = torch.tensor(stats.accepted_per_round).double().std() / math.sqrt(stats.target_forwards)
         return {
             "accepted_length": stats.mean_accepted_length,
@@ -151,7 +153,7 @@ class Bench:
         def measure() -> dict[str, Any]:
             drafter: Any = Eagle31DrafterModel.from_pretrained(folder, dtype=torch.float32)
             with recorded_chains(self.target, drafter.eval()) as recorder:
-                found = self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED)
+                found = self.decode(drafter, self.prompts(has_bos=has_bos), WATCHED, least=WATCHED + 2)
             return found | figures_of(drift_of([means_of(recorder.chains, WATCHED)]))
 
         return self.once(f"{folder.name}, {WATCHED} deep" + ", BOS in front" * has_bos, measure)

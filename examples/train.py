@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=1024, help="pieces of text, each one or more examples")
     parser.add_argument("--held-out", type=int, default=32, help="examples that are not trained on, but evaluated")
     parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of an example at most, half of them prompt")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in the folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the drafter that is in the folder")
     args = parser.parse_args()
@@ -111,10 +112,11 @@ def main() -> None:
         checkpoint = check_output(args.output, args.resume, args.overwrite)
         torch.manual_seed(0)
         target, tokenizer = demo.load_target()
-        examples = own_words(target, tokenizer, args.output / "data", args.texts)
+        examples = own_words(target, tokenizer, args.output / "data", args.texts, length=args.length)
         if args.overwrite:
             set_aside(args.output)
-        options = {"num_held_out": args.held_out, "num_train_epochs": args.epochs, "checkpoint": checkpoint}
+        lengths = {"max_length": args.length, "eval_max_new_tokens": args.length // 2}
+        options = {"num_held_out": args.held_out, "num_train_epochs": args.epochs, "checkpoint": checkpoint} | lengths
         trainer = train(target, tokenizer, examples, args.output, **options)
         discard_replaced(args.output)
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]

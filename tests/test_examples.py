@@ -1,7 +1,7 @@
 """The examples run as they are, as small as their options make them.
 
-`search_recipe.py` answers thousands of texts before its first step: its commands are run in
-`training/test_search_recipe.py`, on fewer.
+Those that learn from the texts of `search_material.py` run in `training/test_search_recipe.py`, on fewer and shorter
+ones.
 """
 
 import gc
@@ -15,7 +15,7 @@ import pytest
 from programs import forkserver
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ONE_PROMPT = "--prompts 1 --max-new-tokens 8"
+ONE_PROMPT = "--prompts 1 --max-new-tokens 3"
 ONE_STEP = "--texts 2 --left-out 1 --steps 1"
 NEW_TARGET = "--files 12 --held-out 1 --steps 1 --output {}/it"
 # example -> its options, where {} is an empty folder, and what it prints
@@ -23,33 +23,31 @@ RUNS = {
     "generate.py": ("--max-new-tokens 16", ["same as the target alone: True", "mean accepted length"]),
     "compare_drafters.py": (f"{ONE_PROMPT} --depth 3", ["768, window of 192           eagle3   accepted length"]),
     "upgrade_demo_drafter.py": (f"{ONE_PROMPT} --depth 3", ["fused state moved by", "upgraded             accepted"]),
-    "train.py": ("--texts 2 --held-out 1 --epochs 1 --output {}/it", ["tokens a target forward on examples held out"]),
+    "train.py": (
+        "--texts 2 --length 32 --held-out 1 --epochs 1 --output {}/it",
+        ["tokens a target forward on examples held out"],
+    ),
     "chat_drafter.py": (
         f"--target {EXAMPLES.parent / 'eagle31_hf' / 'demo' / 'target'} --work {{}} --chats 6 --max-new-tokens 40"
         " --draft-vocab-size 500 --epochs 1",
         ["/eagle31, after ", "/eagle3, after "],
     ),
     "train_demo_drafters.py": (
-        "--texts 2 --length 48 --held-out 1 --epochs 1 --work {} --output {}/pair",
+        "--texts 2 --length 32 --held-out 1 --epochs 1 --work {} --output {}/pair",
         ["eagle31 {", "eagle3 {", '"accepted_length": '],
     ),
     "train_demo_target.py": (NEW_TARGET, ['"held_out_loss": ']),
     "train_second_target.py": (NEW_TARGET, ['"held_out_loss": ']),
-    "transfer_rate.py": ("--widths 64 --target-steps 1 --steps 1 --files 12 --work {}", ["| match_rms_adamw | 64 |"]),
-    "going_on.py": (
-        "--work {} --shares 0.1 --steps 1 --texts 1 --prompts 1 --files 12",
-        ["share of the rates", "\n               0.1  "],
-    ),
     "ablate_losses.py": (
-        f"{ONE_STEP} --prompts 1 --seeds 1 --work {{}} --output {{}}/results",
+        f"{ONE_STEP} --prompts 1 --max-new-tokens 8 --seeds 1 --work {{}} --output {{}}/results",
         ["## EAGLE 3\n", "- EAGLE 3.1, both: accepted length"],
     ),
     "paper_tables.py": (
-        f"{ONE_STEP} --prompts 1 --max-new-tokens 20 --work {{}} --output {{}}/results",
+        f"{ONE_STEP} --prompts 1 --max-new-tokens 6 --work {{}} --output {{}}/results",
         [f"## {letter}: " for letter in "ABCDEFG"],
     ),
 }
-RUN_ELSEWHERE = {"search_recipe.py"}
+RUN_ELSEWHERE = {"search_recipe.py", "going_on.py", "transfer_rate.py"}
 
 
 LONGEST = 600  # seconds

@@ -15,11 +15,13 @@ from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.unroll import unroll
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import going_on
 import search_fit
 import search_material
 import search_recipe
 import search_table
 import search_training
+import transfer_rate
 from search_training import Recipe
 
 FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG_PROMPT": 64}
@@ -198,6 +200,21 @@ def test_runs_are_done_once_and_shown(material, tmp_path, capsys, monkeypatch):
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| Muon 0.04", "| fc by least squares"]
     assert all("±" in line for line in lines[2:])
     assert [json.loads(row)["seed"] for row in kept.read_text().splitlines()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "said"),
+    [
+        (going_on, "--shares 0.1 --texts 1 --prompts 1", ["share of the rates", "\n               0.1  "]),
+        (transfer_rate, "--widths 64 --target-steps 1", ["| match_rms_adamw | 64 |"]),
+    ],
+)
+def test_examples_of_the_same_texts(few, tmp_path, capsys, monkeypatch, example, options, said):
+    line = [example.__file__, *options.split(), "--steps", "1", "--files", "12", "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", line)
+    example.main()
+    found = capsys.readouterr().out
+    assert [words for words in said if words not in found] == []
 
 
 def test_the_recipe_beside_speculators():
