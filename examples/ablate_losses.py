@@ -155,9 +155,9 @@ def report(ablation: Ablation, num_seeds: int, settings: dict[str, Any]) -> str:
     what = (
         f"{num_seeds} seeds, {ablation.steps} steps of 8 rows, {DEPTH} deep. Accepted length (bonus included), states"
         f" and attention are of chains {EVAL_DEPTH} deep, teacher-forced, walked over {ablation.num_prompts} held-out"
-        f" prompts x {ablation.new_tokens} tokens of the target's own greedy text. sd: over seeds. Difference: to none, seed by"
-        " seed, ± its standard error. Up to two standard errors is no effect shown; with so few seeds chance passes two"
-        f" easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
+        f" prompts x {ablation.new_tokens} tokens of the target's own greedy text. sd: over seeds. Difference: to none,"
+        " seed by seed, ± its standard error. Up to two standard errors is no effect shown; with so few seeds chance"
+        f" passes two easily, so up to {bar} (Student's t, 95%) it is no more than perhaps one."
     )
     lines = [
         "# Attention alignment and drift regulariser, on and off",

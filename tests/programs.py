@@ -1,9 +1,11 @@
 """Processes of their own without the seconds of their imports: `eagle31`, forked from a server that has done them, and
 functions, forked from the tests' own process."""
 
+import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +96,43 @@ def forkserver() -> Any:
     context.set_forkserver_preload(["eagle31_hf.cli", "transformers.trainer", "eagle31_hf.training.trainer"])
     ensure_running()
     return context
+
+
+def launched(folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Starts two processes that call a function, as `accelerate launch` does; their errors go to `folder`."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        forkserver().Process(target=one_of_two, args=(folder, rank, port, function, arguments)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def one_of_two(folder: Path, rank: int, port: int, function: Callable[..., Any], arguments: tuple) -> None:
+    os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what the process was forked with, which every training would look through
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(sizes, MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    function(*arguments)
+    torch.distributed.destroy_process_group()
+
+
+def in_two_processes(folder: Path, function: Callable[..., Any], *arguments: Any) -> None:
+    """Waits for them to have called the function."""
+    processes = launched(folder, function, *arguments)
+    try:
+        for rank, process in enumerate(processes):
+            process.join(2 * LONGEST)
+            assert process.exitcode == 0, (folder / f"errors-{rank}.txt").read_text()[-4000:]
+    finally:
+        for process in processes:  # the one waits for the other
+            process.kill()
 
 
 @contextmanager

@@ -1,9 +1,6 @@
 """The runs of test_distributed.py, which two processes do one after the other."""
 
-import gc
 import json
-import os
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ import torch
 import transformers
 from accelerate.state import PartialState
 from packaging.version import Version
-from programs import forkserver
 from torch.distributed.tensor import DTensor
 from training_runs import (
     CHECKPOINTING,
@@ -43,7 +39,7 @@ EVALUATED = {
     "eval_max_new_tokens": 6,
 }
 ADAM = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine", "load_best_model_at_end": True}
-ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1}
+ADAM |= EVALUATED | {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 0}
 MUON = ADAM | {"matrix_learning_rate": 0.02}
 ADAM |= {"matrix_learning_rate": None}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
@@ -67,7 +63,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp_sharded_target": FSDP | PLAIN | {"shard_target": True},
     "fsdp_recomputed": FSDP | PLAIN | {CHECKPOINTING: True},
     "fsdp_bf16": FSDP | PLAIN | {"bf16": True},
-    "adam": ADAM,
     "fsdp_adam": FSDP | ADAM,
     "muon": MUON,
     "fsdp_muon_shards": FSDP | SHARDS | MUON,
@@ -111,30 +106,8 @@ def tensor_parallel_target(folder: Path):
     return spread_target(folder / "target", target(**EVEN), DistributedConfig(tp_plan="auto"))
 
 
-def launched(folder: Path, name: str | None = None) -> list[Any]:
-    """Starts two processes that do all runs, or begin the one of that name; their errors go to `folder`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = forkserver()
-    processes = [context.Process(target=begin, args=(folder, name, rank, port)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def begin(folder: Path, name: str | None, rank: int, port: int) -> None:
-    """In one of the two processes, as `accelerate launch` starts them."""
-    os.dup2(os.open(folder / f"errors-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    torch.set_num_threads(1)
-    gc.freeze()  # what the process was forked with, which every training would look through
-    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ.update(sizes, MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    if name is None:
-        main(folder)
-    else:
-        trainer_of(folder, name).train()
-    torch.distributed.destroy_process_group()
+def begin(folder: Path, name: str) -> None:
+    trainer_of(folder, name).train()
 
 
 def main(folder: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from close import EXACT, assert_close
-from distributed_run import RESUMED, RUNS, STOPPED_AT, launched, trainer_of
+from distributed_run import RESUMED, RUNS, STOPPED_AT, main, trainer_of
+from programs import in_two_processes
 from training_runs import Run, run
 
 from eagle31_hf import Eagle31DrafterModel
@@ -20,21 +21,13 @@ SUMMED = 1e-5  # fp32: gradients of two processes are added up in another order
 ADAPTED = 1e-3
 BF16 = 0.02
 FIGURE = 3e-5  # training's are logged to five digits
-LONGEST = 240  # seconds
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The folder in which two processes have left the outcomes of all runs."""
     made = tmp_path_factory.mktemp("two")
-    processes = launched(made)
-    try:
-        for rank, process in enumerate(processes):
-            process.join(LONGEST)
-            assert process.exitcode == 0, (made / f"errors-{rank}.txt").read_text()[-4000:]
-    finally:
-        for process in processes:  # the one waits for the other
-            process.kill()
+    in_two_processes(made, main, made)
     return made
 
 

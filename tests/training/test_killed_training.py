@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close
-from distributed_run import launched
-from programs import forkserver
+from distributed_run import begin
+from programs import forkserver, launched
 from training_runs import MUCH_TO_RESUME, Run, make_examples, make_trainer, run
 
 from eagle31_hf.training.saving import last_checkpoint
@@ -106,7 +106,7 @@ def test_runs_killed_while_they_write_a_checkpoint_come_to_the_same(tmp_path, st
 
 def test_a_checkpoint_is_whole_once_all_processes_have_written_their_part(tmp_path):
     with half_written(tmp_path / "checkpoint-1" / "rng_state_1.pth") as is_begun:
-        processes = launched(tmp_path, "adam")
+        processes = launched(tmp_path, begin, tmp_path, "muon")
         try:
             assert is_begun(), "the second process never wrote its part"
             time.sleep(0.5)  # the first has time to go on

@@ -1,18 +1,60 @@
 """A target that does not fit: two processes read their parts of it, and run it, in less memory than it has weights."""
 
-import json
-import subprocess
-import sys
+import ctypes
+import threading
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.distributed as dist
+from programs import in_two_processes
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import target_states
+from eagle31_hf.training.target import TargetReader
 
-SCRIPT = Path(__file__).with_name("target_in_parts.py")
 LAYERS, IDS = [1, 5, 9], [1, 2, 3, 5, 8, 13, 21, 34]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+class Memory:
+    """The most memory of its own, without files that are read, that this process takes in a `with` block."""
+
+    def __enter__(self) -> "Memory":
+        self._begin, self.peak, self._is_over = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.002):
+            self.peak = max(self.peak, self._now() - self._begin)
+
+    @staticmethod
+    def _now() -> int:
+        with open("/proc/self/status") as file:
+            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+
+def read_in_parts_and_whole(folder: Path) -> None:
+    """By each of two processes: notes a state of the text and how much memory it took at most."""
+    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):  # what is freed is given back at once, not kept by malloc
+        ctypes.CDLL("libc.so.6").mallopt(option, 2**16)
+    dist.init_process_group("gloo")
+    found = {}
+    for way, options in {"parts": {"distributed_config": DistributedConfig(fsdp_size=2)}, "whole": {}}.items():
+        dist.barrier()
+        with Memory() as memory:
+            target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+            states, _ = TargetReader(target, LAYERS).of_texts([torch.tensor(IDS)])[0]
+            found[way] = {"peak": memory.peak, "state": states[-1].clone()}
+        del target
+    torch.save(found, folder / f"found-{dist.get_rank()}.pt")
 
 
 def test_two_processes_run_what_neither_has_room_for(tmp_path):
@@ -20,15 +62,12 @@ def test_two_processes_run_what_neither_has_room_for(tmp_path):
     torch.manual_seed(0)
     target = LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **SIZES)).bfloat16()
     target.save_pretrained(tmp_path)
+    in_two_processes(tmp_path, read_in_parts_and_whole, tmp_path)
     target = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*launcher, SCRIPT, tmp_path, json.dumps(LAYERS), json.dumps(IDS)]
-    ran = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-3000:]
     size = sum(weight.nbytes for weight in target.parameters())
     expected, _ = target_states(target, torch.tensor([IDS]), LAYERS)
-    for found in json.loads(ran.stdout.splitlines()[-1]):
+    for found in (torch.load(tmp_path / f"found-{rank}.pt") for rank in (0, 1)):
         for way in ("parts", "whole"):
-            torch.testing.assert_close(torch.tensor(found[way]["state"]), expected[0, -1])
+            torch.testing.assert_close(found[way]["state"], expected[0, -1])
         assert found["parts"]["peak"] < 0.8 * size
         assert found["whole"]["peak"] > 0.95 * size
