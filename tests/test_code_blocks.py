@@ -17,7 +17,12 @@ from eagle31_hf.training.packing import Examples
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
 SERVED = DOCS / "chat-and-serve.md"
 RUN_HERE = [README, DOCS / "generating.md"]  # other pages have blocks of these
-FEWER = {"max_new_tokens=256": "max_new_tokens=24", "(tokenizer, 12)": "(tokenizer, 2)", '_tokens": 96': '_tokens": 24'}
+FEWER = {
+    "max_new_tokens=256": "max_new_tokens=12",
+    "(tokenizer, 12)": "(tokenizer, 1)",
+    '_tokens": 96': '_tokens": 12',
+    'strategy="epoch", save': 'strategy="epoch", num_train_epochs=1, eval_max_new_tokens=12, save',
+}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 MODELS = {"Qwen/Qwen3-8B": "target", "path/or/repo-of-a-drafter": "eagle31"}
 
