@@ -56,10 +56,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "target_loaded_in_parts": (
         PLAIN | EVALUATED | {"in_parts": True, "shard_target": True, "gradient_accumulation_steps": 2}
     ),
-    "tensor_parallel_target": (
-        PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
-    ),
-    "fsdp": FSDP | PLAIN | EVALUATED | {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "tensor_parallel_target": (PLAIN | EVALUATED | {"tensor_parallel": True, "gradient_accumulation_steps": 2}),
+    "fsdp": FSDP | PLAIN | EVALUATED | {"gradient_accumulation_steps": 2},
     "fsdp_sharded_target": FSDP | PLAIN | {"shard_target": True},
     "fsdp_recomputed": FSDP | PLAIN | {CHECKPOINTING: True},
     "fsdp_bf16": FSDP | PLAIN | {"bf16": True},
