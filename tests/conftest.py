@@ -108,9 +108,11 @@ SLOW = {
 # Modules whose tests all look at the outcome of a long run, or ask one server, which one worker makes once. xdist's own
 # mark for this, `xdist_group`, has no effect with pytest 9.2.
 ONE_WORKER = {
+    "test_acceptance_report",
     "test_captured_nodes",
     "test_compile_ahead",
     "test_distributed",
+    "test_drift_report",
     "test_host_waits",
     "test_safety",
     "test_serving",
