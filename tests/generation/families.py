@@ -40,7 +40,8 @@ DRAFTINGS = {
     "tree": {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10},
 }
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
-ASKED = {"max_new_tokens": 24, "do_sample": False} | LOGITS
+ASKED = {"max_new_tokens": 16, "do_sample": False} | LOGITS
+ASKED_OF_A_PROMPT = ASKED | {"max_new_tokens": 24}  # that the drafter does not know: it guesses right now and then
 ASKED_OF_A_BATCH = {"max_new_tokens": 12, "do_sample": False}  # for more than tokens its sequences would keep step
 VOCAB, WINDOW = 29, 8  # the text outgrows the window twice or more
 # A batch is PROMPT and these: PROMPT with so many tokens of the text the drafter knows, so that its errors, and with
@@ -372,7 +373,7 @@ def decode(
     """Generates with a drafter and compares with the target alone. `prompt`: another than the table's. Raises
     NotThereError."""
     target, drafter = build_target(name, attention), build_drafter(name)
-    asked = ASKED if num_prompts == 1 else ASKED_OF_A_BATCH
+    asked = ASKED_OF_A_BATCH if num_prompts > 1 else ASKED if prompt is None else ASKED_OF_A_PROMPT
     is_ragged = noting(lambda sequences, drafts, logits: not sequences.lengths.is_uniform)
     with track_acceptance() as stats, probed_anew() as warnings, is_ragged as ragged:
         try:
@@ -381,7 +382,7 @@ def decode(
             )
         except ValueError as refusal:
             return Outcome(REFUSED, str(refusal))
-    alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **ASKED)
+    alone = decode_alone(name, attention, num_prompts) if prompt is None else target.generate(**prompt, **asked)
     accepted, drafted = sum(stats.accepted_per_position), sum(stats.drafted_per_position)
     wrong = difference(ours, alone)
     return Outcome(
