@@ -6,6 +6,7 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +140,12 @@ def base_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+@cache
+def _system_certificates() -> ssl.SSLContext:
+    """Reads the certificates that the system trusts once, for all servers."""
+    return ssl.create_default_context()
+
+
 class Server:
     """One server, at an address as `base_of` gives it: what it serves (`model`), how it is asked (`endpoint`), and how
     it has done lately. `states_folder`: where this machine has the folder into which it writes hidden states, None:
@@ -160,7 +167,7 @@ class Server:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             follow_redirects=False,
             trust_env=httpx.URL(url).host not in LOOPBACK,
-            verify=ssl.create_default_context(),
+            verify=_system_certificates(),
         )
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
