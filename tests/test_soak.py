@@ -5,8 +5,11 @@ import pytest
 import soak
 from soaking.trial import draw
 
-SEED, COMPILED = 0, "compiled"  # compilers keep what they have compiled, and take seconds
-RUNS = [number for number in range(100) if not draw(SEED, number).choices["wrapper"].startswith(COMPILED)][:84]
+SEED = 0
+# Of the first 85 these have between them every choice that any has, but compilers, which keep what they have compiled.
+RUNS = (30, 31, 32, 35, 38, 41, 43, 44, 46, 47, 52, 53, 54, 56, 57, 59, 60, 61, 62, 64, 67, 68, 71, 72, 73, 74, 75, 76)
+RUNS += (77, 80, 82, 83)
+REPEATED = (46, 62, 71, 77)  # a conversation, a batch and failures among them
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +18,8 @@ def forgotten():
     soak.models.forget_models()
 
 
-@pytest.mark.parametrize("first", [28, 56])
-def test_nothing_differs_from_plain_generate(first):
-    report = soak.soak(SEED, RUNS[first : first + 28])
+def test_nothing_differs_from_plain_generate():
+    report = soak.soak(SEED, RUNS)
     assert report.failures == []
     assert report.ties == []
     assert report.words["same"] > 14
@@ -26,7 +28,7 @@ def test_nothing_differs_from_plain_generate(first):
 
 
 def test_memory_is_flat():
-    for name, (was, now) in soak.flat(SEED, RUNS[:4]).items():
+    for name, (was, now) in soak.flat(SEED, REPEATED).items():
         if name in soak.COUNTED:
             assert now <= was * (1 + soak.GROWTH), f"{name}: {was} before, {now} after"
 
