@@ -1,5 +1,6 @@
 """What is captured serves calls that differ in temperature, length or batch, and is made anew where it must be."""
 
+import copy
 import random
 from threading import Barrier, Thread
 from types import MethodType
@@ -31,11 +32,16 @@ DRAWN = {"do_sample": True, "temperature": 0.6}
 GREEDY = {"do_sample": False}
 
 
-@pytest.fixture
-def pair():
-    """Models of their own for every test, which may change them."""
+@pytest.fixture(scope="module")
+def built():
     target = build_target("llama", max_position_embeddings=4096)
     return target, build_drafter(target, max_position_embeddings=4096)
+
+
+@pytest.fixture
+def pair(built):
+    """Models of their own for every test, which may change them."""
+    return copy.deepcopy(built)
 
 
 def batch_of(*prompts, **options) -> dict:

@@ -74,7 +74,14 @@ class Remembered:
 
 @torch.inference_mode()
 def drawn(
-    target, drafter, processors: list, depth: int, monkeypatch, threshold: float = 0.0, given: tuple[int, ...] = ()
+    target,
+    drafter,
+    processors: list,
+    depth: int,
+    monkeypatch,
+    threshold: float = 0.0,
+    given: tuple[int, ...] = (),
+    draws: int = DRAWS,
 ) -> Tensor:
     """Counts by continuation of LENGTH tokens: one round of drafting and verifying, completed by the target alone.
     `given`: drafts that are not drawn, but known."""
@@ -85,7 +92,7 @@ def drawn(
     torch.manual_seed(0)
     noise = Noise(1, V, torch.device("cpu"), is_coupled=False)
     sampler = RejectionSampler(LogitsProcessorList(processors), noise)
-    for _ in range(DRAWS):
+    for _ in range(draws):
         drafts = DraftTokens(torch.tensor([given]), depth)
         if not given:
             proposer = build_proposer(drafter, processors, noise, threshold, vocab_size=V)
@@ -143,19 +150,18 @@ def without_processors(sampler, draft_logits, *args):
 
 
 DRAW = DraftSampler.draw
-MUTATIONS = {
-    "other_temperature": (DraftSampler, "draw", other_temperature, []),
-    "unprocessed": (DraftSampler, "draw", without_processors, [TemperatureLogitsWarper(0.6)]),
-    "always_accepts": (Noise, "uniforms", lambda noise, b, count: torch.zeros(count), []),
+MUTATIONS = {  # with draws that are enough to see them
+    "other_temperature": (DraftSampler, "draw", other_temperature, [], DRAWS),
+    "unprocessed": (DraftSampler, "draw", without_processors, [TemperatureLogitsWarper(0.6)], 1500),
+    "always_accepts": (Noise, "uniforms", lambda noise, b, count: torch.zeros(count), [], 250),
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "replacement", "processors"), MUTATIONS.values(), ids=MUTATIONS)
-def test_the_test_sees_drafts_that_are_not_drawn_or_rejected_as_they_should(
-    target, drafters, monkeypatch, owner, name, replacement, processors
-):
-    monkeypatch.setattr(owner, name, replacement)
-    counts = drawn(target, drafters["full"], processors, 2, monkeypatch)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_test_sees_drafts_that_are_not_drawn_or_rejected_as_they_should(target, drafters, monkeypatch, mutation):
+    *replaced, processors, draws = MUTATIONS[mutation]
+    monkeypatch.setattr(*replaced)
+    counts = drawn(target, drafters["full"], processors, 2, monkeypatch, draws=draws)
     assert not follows(counts, likelihoods(target, PROMPT, processors, LENGTH), NUM_TESTS)
 
 
