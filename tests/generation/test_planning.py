@@ -303,7 +303,7 @@ WORLDS = {
 @pytest.mark.parametrize(("figures", "shapes"), WORLDS.values(), ids=WORLDS)
 def test_no_fixed_setting_is_better(world, figures, shapes):
     top_k = TOP_K if shapes is TREES_OF else 1
-    fixed = {shape: rate(world(**figures).decode(FixedPlanner(shape[0], top_k, shape[1]), 200)) for shape in shapes}
+    fixed = {shape: rate(world(**figures).decode(FixedPlanner(shape[0], top_k, shape[1]), 100)) for shape in shapes}
     ours, planner = world(**figures), auto(None, top_k)
     ours.decode(planner, LEARNING_ROUNDS)
     assert rate(ours.decode(planner, 300)) > SHARE_OF_BEST * max(fixed.values()), fixed

@@ -93,7 +93,7 @@ def test_a_compiled_drafter_drafts(make_target, make_drafter):
 
 def test_accepted_length_of_the_demo_pair():
     target, tokenizer = demo.load_target()
-    plain, prompts = demo.load_drafter("eagle31"), demo.prompts(tokenizer, 4)
+    plain, prompts = demo.load_drafter("eagle31"), demo.prompts(tokenizer, 2)
 
     def accepted_length(drafter: Eagle31DrafterModel) -> float:
         with track_acceptance() as stats:
