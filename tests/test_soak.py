@@ -3,20 +3,22 @@ it runs."""
 
 import pytest
 import soak
-from soaking.trial import draw
+from soaking.trial import Trial, draw
 
 SEED, COMPILED = 0, "compiled"  # compilers keep what they have compiled, and take seconds
 
 
+def had(trial: Trial) -> set[tuple[str, object]]:
+    """What a run has of what runs differ in, but its family: families have tests of their own."""
+    place, kind, _ = trial.fault or ("", "", 0)
+    found = trial.choices | {"batch": trial.batch, "turns": trial.num_turns, "place": place, "kind": kind}
+    return {*found.items()} - {("family", trial.choices["family"])}
+
+
 def covering(numbers: range) -> list[int]:
-    """Of these runs those, taken greedily, that have between them every choice that any has, but compilers; families
-    have tests of their own."""
-    choices = {number: draw(SEED, number).choices for number in numbers}
-    left = {
-        number: {*choice.items()} - {("family", choice["family"])}
-        for number, choice in choices.items()
-        if not choice["wrapper"].startswith(COMPILED)
-    }
+    """Of these runs those, taken greedily, that have between them all that any has, but compilers."""
+    trials = {number: draw(SEED, number) for number in numbers}
+    left = {n: had(trial) for n, trial in trials.items() if not trial.choices["wrapper"].startswith(COMPILED)}
     missing, chosen = set.union(*left.values()), []
     while missing:
         chosen.append(max(left, key=lambda number: len(left[number] & missing)))
