@@ -1,6 +1,8 @@
 """A share of `python tests/soak.py --runs 2000`: bound by runs, not by time, so that it is the same wherever
 it runs."""
 
+from collections import Counter
+
 import pytest
 import soak
 from soaking.trial import Trial, draw
@@ -15,14 +17,16 @@ def had(trial: Trial) -> set[tuple[str, object]]:
     return {*found.items()} - {("family", trial.choices["family"])}
 
 
-def covering(numbers: range) -> list[int]:
-    """Of these runs those, taken greedily, that have between them all that any has, but compilers."""
+def covering(numbers: range, times: int = 2) -> list[int]:
+    """Of these runs those, taken greedily, that have between them all that any has, but compilers: so often, where so
+    many have it."""
     trials = {number: draw(SEED, number) for number in numbers}
     left = {n: had(trial) for n, trial in trials.items() if not trial.choices["wrapper"].startswith(COMPILED)}
-    missing, chosen = set.union(*left.values()), []
-    while missing:
-        chosen.append(max(left, key=lambda number: len(left[number] & missing)))
-        missing -= left[chosen[-1]]
+    counts = Counter(each for found in left.values() for each in found)
+    missing, chosen = Counter({each: min(times, count) for each, count in counts.items()}), []
+    while +missing:
+        chosen.append(max(left, key=lambda number: sum(missing[each] > 0 for each in left[number])))
+        missing.subtract(left.pop(chosen[-1]))
     return chosen
 
 
