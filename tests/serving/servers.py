@@ -32,6 +32,13 @@ def text_of(stream):
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
+def wait_until(is_so):
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def demo_target(folder, context=None):
     """Writes the demo's target with a chat template, and another length of what it reads. Returns its folder."""
     target, tokenizer = demo.load_target()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fuzz_requests import fuzz
 from serving.fixtures import expected, folder, server
-from serving.servers import COUNT, WORDS, Server, demo_target, free_port, text_of
+from serving.servers import COUNT, WORDS, Server, demo_target, free_port, text_of, wait_until
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -429,13 +429,6 @@ def ask_until_the_end(served, words, told):
     with pytest.raises(openai.InternalServerError, match="the server is stopping") as error:
         served.ask(served.client(), words)
     told.append(error)
-
-
-def wait_until(is_so):
-    until = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed(tmp_path):

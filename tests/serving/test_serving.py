@@ -9,7 +9,7 @@ from contextlib import suppress
 import httpx
 import pytest
 from serving.fixtures import expected, folder, server
-from serving.servers import COUNT, ENDLESS, WORDS, Server, demo_target, free_port, text_of
+from serving.servers import COUNT, ENDLESS, WORDS, Server, demo_target, free_port, text_of, wait_until
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
@@ -141,6 +141,7 @@ def test_it_drafts_as_it_is_told_and_a_signal_ends_it_once_its_only_client_has_g
     served = Server(folder, "--num-assistant-tokens", "2")
     try:
         assert text_of(served.ask(served.client(), stream=True)) == expected(WORDS)
+        wait_until(lambda: served.counts()["requests"])  # a stream's end is sent before it is counted
         counts = served.counts()
         assert 'spec_decode_num_accepted_tokens_per_pos{position="1"}' in counts
         assert 'spec_decode_num_accepted_tokens_per_pos{position="2"}' not in counts
