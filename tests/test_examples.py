@@ -38,10 +38,6 @@ RUNS = {
     ),
     "train_demo_target.py": (NEW_TARGET, ['"held_out_loss": ']),
     "train_second_target.py": (NEW_TARGET, ['"held_out_loss": ']),
-    "ablate_losses.py": (
-        f"{ONE_STEP} --prompts 1 --max-new-tokens 8 --seeds 1 --work {{}} --output {{}}/results",
-        ["## EAGLE 3\n", "- EAGLE 3.1, both: accepted length"],
-    ),
     "paper_tables.py": (
         f"{ONE_STEP} --prompts 1 --max-new-tokens 6 --work {{}} --output {{}}/results",
         [f"## {letter}: " for letter in "ABCDEFG"],

@@ -65,13 +65,6 @@ class Eagle31TrainingArguments(TrainingArguments):
     normalisation: str = field(
         default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"}
     )
-    attention_alignment: float = field(
-        default=0.0, metadata={"help": "weight of the loss between the drafter's and the target's attention"}
-    )
-    alignment_slots: int = field(default=16, metadata={"help": "positions of a sequence whose attention is aligned"})
-    drift_regulariser: float = field(
-        default=0.0, metadata={"help": "weight of the penalty on states that grow with depth"}
-    )
     train_prompts: bool = field(
         default=True, metadata={"help": "also learn from the tokens before and between answers; evaluations do not"}
     )
@@ -149,7 +142,6 @@ class Eagle31TrainingArguments(TrainingArguments):
                 self.normalisation in NORMALISATIONS,
                 f"normalisation is {self.normalisation!r}; expected one of {', '.join(NORMALISATIONS)}",
             ),
-            (self.alignment_slots >= 1, f"alignment_slots is {self.alignment_slots}; expected at least 1"),
             (self.position_reach >= 0, f"position_reach is {self.position_reach}; expected at least 0"),
             (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
             (
@@ -173,15 +165,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     def settings(self) -> Settings:
         """Returns the settings of the loss that is minimised."""
         weights = self.depth_weights or self._decaying(self.depth)
-        return Settings(
-            self.depth,
-            tuple(weights),
-            parse_mixture(self.loss),
-            self.loss_mask,
-            self.normalisation,
-            self.attention_alignment,
-            self.drift_regulariser,
-        )
+        return Settings(self.depth, tuple(weights), parse_mixture(self.loss), self.loss_mask, self.normalisation)
 
     def eval_settings(self) -> Settings:
         """Returns the settings of an evaluation, however the drafter is trained: chains that serving can reach,

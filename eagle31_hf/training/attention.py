@@ -6,7 +6,7 @@ never holds (S, S), but for windows; the later ones add one score a position eac
 what a dense mask over the keys of all depths gives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,13 @@ class UnrollAttention:
     """Attention that takes the place of a mask, and keeps the keys and values of every depth and layer.
 
     `documents` (B, S): numbers of packed texts, which do not see each other. `depth` is set by the caller before each
-    depth; one that is computed a second time, from a checkpoint, finds its keys there already. `observers` are called
-    with what layer 0 attends with.
+    depth; one that is computed a second time, from a checkpoint, finds its keys there already. `observe` is called with
+    what layer 0 attends with.
     """
 
-    def __init__(self, documents: Tensor | None = None, observers: Sequence[Callable[["Attended"], None]] = ()):
+    def __init__(self, documents: Tensor | None = None, observe: Callable[["Attended"], None] | None = None):
         self.documents = documents
-        self.observers = observers
+        self.observe = observe
         self.spans: list[Span] = [(slice(None), slice(None))]
         if documents is not None:
             self.spans = [(slice(b, b + 1), slice(start, end)) for _, (b, start, end) in runs(documents)]
@@ -59,9 +59,8 @@ class UnrollAttention:
         groups = q.shape[1] // k.shape[1]
         flat = [x.repeat_interleave(groups, dim=1) for pair in (seen[0], *later) for x in pair]
         out, lse = JoinedAttention.apply(q, mask, layer.scaling, self.spans, way, *flat)
-        if layer.layer_idx == 0:
-            for observer in self.observers:
-                observer(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, mask))
+        if layer.layer_idx == 0 and self.observe is not None:
+            self.observe(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, mask))
         return out.transpose(1, 2)
 
     def first_mask(self, q: Tensor, window: int | None) -> Tensor:

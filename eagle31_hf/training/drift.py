@@ -1,4 +1,4 @@
-"""Attention drift in training: attention mass and growth of states in the unroll, and the loss against growth.
+"""Attention drift in training: the attention mass of every chain in the unroll.
 
 B sequences, S positions at which chains begin, k depth. Source: Attention Drift (arXiv 2605.09992).
 """
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.attention_mass import attention_mass, key_weights
-from ..diagnostics.growth import log_growth
 from .attention import Attended
 from .documents import positions_of
 
@@ -45,11 +44,3 @@ class MassObserver:
     def of(self, depth: int, sequence: Tensor, position: Tensor) -> Tensor:
         """Returns the masses (N, 4) of the chains that begin at these sequences and positions, both (N,)."""
         return self._masses[depth][sequence, position]
-
-
-def growth_penalty(norms: Tensor, first: Tensor) -> Tensor:
-    """Returns the squared logarithm of the growth of states, 0 where they shrink: (B, S - k).
-
-    `norms` (B, S - k): of depth k's states; `first` (B, S): of the first depth's, through which no gradient flows.
-    """
-    return log_growth(norms, first[:, : norms.shape[1]].detach()).clamp(min=0).square()

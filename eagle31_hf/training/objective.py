@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 
 from ..diagnostics.growth import state_norm
 from ..modeling import Eagle31DrafterModel
-from .alignment import Alignment
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
-from .drift import MassObserver, growth_penalty
+from .drift import MassObserver
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import DEFAULT_LOSS, TargetDistribution, parse_mixture
 from .unroll import unroll
@@ -28,16 +27,14 @@ MAX_DEPTH = 64
 @dataclass(frozen=True)
 class Settings:
     """Settings of the loss: K `depth`s, each weighted `depth_weights[k]`; a `mixture` of distances, see `losses`; which
-    chains are supervised (`convention`) and how they are averaged (`normalisation`), see `loss_mask`; the weights of
-    attention alignment and of the drift regulariser. Raises ValueError for a depth that cannot be unrolled."""
+    chains are supervised (`convention`) and how they are averaged (`normalisation`), see `loss_mask`. Raises ValueError
+    for a depth that cannot be unrolled."""
 
     depth: int
     depth_weights: tuple[float, ...]
     mixture: dict[str, float] = field(default_factory=lambda: parse_mixture(DEFAULT_LOSS))
     convention: str = "serving"
     normalisation: str = "token"
-    attention_alignment: float = 0.0
-    drift_regulariser: float = 0.0
 
     def __post_init__(self):
         if not 1 <= self.depth <= MAX_DEPTH:
@@ -63,8 +60,8 @@ def means_of(sums: Tensor) -> dict[str, list[float]]:
 
 class Batch:
     """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; aux
-    hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht); the target's attention where the
-    drafter's is to be aligned with it; what is added to positions (B, T) where they are spread, see `spreading`.
+    hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht); what is added to positions (B, T)
+    where they are spread, see `spreading`.
 
     No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
     """
@@ -76,7 +73,6 @@ class Batch:
         documents: Tensor,
         states: Tensor,
         last_states: Tensor,
-        alignment: Alignment | None = None,
         skips: Tensor | None = None,
     ):
         self.input_ids = input_ids
@@ -84,7 +80,6 @@ class Batch:
         self.documents = documents
         self.states = states
         self.last_states = last_states
-        self.alignment = alignment
         self.skips = skips
 
     def without_broken(self) -> tuple["Batch", Tensor]:
@@ -97,7 +92,7 @@ class Batch:
         dropped = by_text.gather(1, numbers).bool()
         states, last_states = (x.masked_fill(dropped[..., None], 0.0) for x in (self.states, self.last_states))
         answers = self.answers & ~dropped
-        kept = Batch(self.input_ids, answers, self.documents, states, last_states, self.alignment, self.skips)
+        kept = Batch(self.input_ids, answers, self.documents, states, last_states, self.skips)
         return kept, by_text.sum()
 
     def padded(self, length: int) -> "Batch":
@@ -106,7 +101,7 @@ class Batch:
         ids, answers, documents = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
         states, last_states = (pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states))
         skips = None if self.skips is None else pad(self.skips, (0, missing))
-        return Batch(ids, answers, documents, states, last_states, self.alignment, skips)
+        return Batch(ids, answers, documents, states, last_states, skips)
 
 
 class DraftingObjective(nn.Module):
@@ -147,34 +142,23 @@ class DraftingObjective(nn.Module):
             )
         record = self._record(batch, totals, settings)
         loss, figures = self._distances(batch, record, settings.mixture)
-        if settings.attention_alignment:
-            loss = loss + settings.attention_alignment * record.alignment
-        if settings.drift_regulariser:
-            loss = loss + settings.drift_regulariser * record.growth
         return {"loss": loss, "sums": record.sums(figures), "record": record, "figures": figures}
 
     def _record(self, batch: Batch, totals: Tensor, settings: Settings) -> "UnrollRecord":
         """Unrolls the drafter, and keeps what is supervised of each depth."""
         record = UnrollRecord()
         mass = MassObserver(batch.documents[:, :-1]) if self.watches else None
-        observers = [watcher.observe for watcher in (mass, batch.alignment) if watcher is not None]
+        observe = None if mass is None else mass.observe
         packed = batch.documents if bool((batch.documents > 1).any()) else None
         recomputes = self.recomputes and self.training
         steps = unroll(
-            self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observers, batch.skips
+            self.drafter, batch.input_ids, batch.states, settings.depth, packed, recomputes, observe, batch.skips
         )
-        first_norm = None
         for k, (normed, state) in enumerate(steps):
             at = supervised_positions(batch.answers, k, settings.convention, batch.documents)
             weights, _ = NORMALISATIONS[settings.normalisation](*at, batch.documents)
             weights = weights * (settings.depth_weights[k] / max(1.0, float(totals[k])))
-            norms = state_norm(state)
-            first_norm = norms if first_norm is None else first_norm
-            if settings.drift_regulariser and k > 0:
-                record.growth = record.growth + (weights * growth_penalty(norms, first_norm)[at]).sum()
-            if batch.alignment is not None:
-                record.alignment = record.alignment + weights.sum() * batch.alignment.loss(k)
-            record.add(normed[at], weights, at, norms[at].detach())
+            record.add(normed[at], weights, at, state_norm(state.detach())[at])
             if mass is not None:
                 record.masses.append(mass.of(k, *at))
         return record
@@ -207,8 +191,6 @@ class UnrollRecord:
         self.position: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.masses: list[Tensor] = []
-        self.growth: Tensor | float = 0.0
-        self.alignment: Tensor | float = 0.0
 
     def add(self, states: Tensor, weights: Tensor, at: tuple[Tensor, Tensor], norms: Tensor) -> None:
         """Adds a depth; `at`: sequence and position, both (N,)."""

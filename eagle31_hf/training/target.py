@@ -3,8 +3,6 @@
 B sequences of packed texts, T tokens, n aux hidden states, ht target width, V target vocabulary.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from .ends import Scoring, TargetEnds, ends_of, find_scoring, is_spread, last_st
 from .engine_states import StreamedStates
 from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
-
-Watch = Callable[[list[Text]], AbstractContextManager[None]]  # a context around the forward over a group of texts
 
 
 def groups_of(texts: list[Text], num_tokens: int) -> list[list[Text]]:
@@ -59,7 +55,7 @@ class TargetReader:
         self.read(probe, torch.ones_like(probe))
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, documents: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
+    def read(self, input_ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the aux hidden states (B, T, n*ht) and the states that enter the head (B, T, ht) of tokens (B, T).
 
         `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero.
@@ -70,8 +66,7 @@ class TargetReader:
             tokens = input_ids.new_zeros(max(1, len(group)), max((text.length for text in group), default=1))
             for i, text in enumerate(group):
                 tokens[i, : text.length] = input_ids[text.sequence, text.start : text.end]
-            with watch(group) if watch and group else nullcontext():
-                found, final = (x.to(input_ids.device) for x in self._run(tokens))
+            found, final = (x.to(input_ids.device) for x in self._run(tokens))
             if states is None:
                 states = found.new_zeros(*input_ids.shape, found.shape[-1])
                 last = final.new_zeros(*input_ids.shape, final.shape[-1])

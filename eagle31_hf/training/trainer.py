@@ -1,7 +1,6 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,7 +18,6 @@ from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..quantized import refuse_quantized
 from ..seeding import generator_of
 from ..targets.layers import decoder_layers
-from .alignment import Alignment
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
@@ -142,7 +140,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
         self._objective(model).watches = is_logged
-        outputs = model(self.batch(inputs, aligns=self.args.attention_alignment > 0), totals=num_items_in_batch)
+        outputs = model(self.batch(inputs), totals=num_items_in_batch)
         self._figures.add(outputs["sums"])
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
@@ -150,20 +148,15 @@ class Eagle31Trainer(CheckpointingTrainer):
     def _objective(self, model: Any) -> DraftingObjective:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
-    def batch(self, inputs: dict[str, Tensor], aligns: bool = False) -> Batch:
+    def batch(self, inputs: dict[str, Tensor]) -> Batch:
         """Returns a collated batch with the target's states: those of the store, or read now. Texts with states that
         are NaN or infinite are left out, and counted."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
         if isinstance(self.reader, TargetEnds):
-            batch = Batch(*tokens, inputs["states"], inputs["last_states"], skips=inputs.get("skips"))
+            states = inputs["states"], inputs["last_states"]
         else:
-            alignment = watch = None
-            if aligns:
-                alignment = Alignment(*tokens[1:], self.args.loss_mask, self.args.depth, self.args.alignment_slots)
-                watch = partial(alignment.watch, self.reader.target, self.reader.layer_ids)
-            states = self.reader.read(inputs["input_ids"], inputs["documents"], watch)
-            batch = Batch(*tokens, *states, alignment, inputs.get("skips"))
-        batch, num_broken = batch.without_broken()
+            states = self.reader.read(inputs["input_ids"], inputs["documents"])
+        batch, num_broken = Batch(*tokens, *states, inputs.get("skips")).without_broken()
         self._figures.add_broken(num_broken)
         return batch
 
@@ -245,21 +238,11 @@ def source_of_states(
     """Returns the source of the target's states and logits, or its ends alone, where the examples bring the states, and
     ties the drafter to it. Raises ValueError for what the source cannot give."""
     if target is None:
-        if args.attention_alignment:
-            raise ValueError(
-                "attention_alignment reads the target's attention, which a store does not hold; pass target=, or"
-                " leave it at 0."
-            )
         return ends_behind(drafter, examples)
     target.eval().requires_grad_(False)
     if args.shard_target:
         shard(target)
     reader = TargetReader(target, drafter.config.resolve_layer_ids(len(decoder_layers(target))), args.shard_target)
-    if args.attention_alignment and reader.group is not None:
-        raise ValueError(
-            "attention_alignment reads all heads of the target's attention, which are spread over processes; leave"
-            " it at 0, or load the target without tensor parallelism."
-        )
     drafter.load_target_embeddings(reader.ends)
     return reader
 

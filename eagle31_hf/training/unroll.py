@@ -6,7 +6,7 @@ x[t+2+k] and sees the keys of depth 0 at positions up to t plus its own later ke
 section 3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -24,7 +24,7 @@ def unroll(
     depth: int,
     documents: Tensor | None = None,
     recompute: bool = False,
-    observers: Sequence[Callable[[Attended], None]] = (),
+    observe: Callable[[Attended], None] | None = None,
     skips: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields, depth by depth, the states to score and the states fed to the next depth, both (B, S - k, h).
@@ -33,7 +33,7 @@ def unroll(
     `input_ids` (B, T); `states` (B, T, n*ht): aux hidden states of the target. `documents` (B, T): the number of the
     packed text each token belongs to; texts do not see each other, and each has positions of its own, to which `skips`
     (B, T) are added, see `spreading`. Gradients flow through all depths; with `recompute` the backward pass runs
-    each depth again instead of keeping what it computed. `observers` see layer 0 attend. Raises ValueError for a depth
+    each depth again instead of keeping what it computed. `observe` sees layer 0 attend. Raises ValueError for a depth
     that no chain has tokens for, and for attention dropout.
     """
     num_positions = input_ids.shape[1] - 1
@@ -45,7 +45,7 @@ def unroll(
     documents = None if documents is None else documents[:, :num_positions]
     positions = positions_of(documents, num_positions, input_ids.device)
     positions = positions if skips is None else positions + skips[:, :num_positions]
-    attention = UnrollAttention(documents, observers)
+    attention = UnrollAttention(documents, observe)
     masks = dict.fromkeys(drafter.config.layer_types, attention)
 
     def step(k: int, source: dict[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from eagle31_hf.diagnostics.acceptance import measure_acceptance
 from eagle31_hf.diagnostics.attention_mass import attention_entropy, attention_mass
 from eagle31_hf.diagnostics.chains import Chain, recorded_chains
 from eagle31_hf.diagnostics.drift import NUM_FIRST, NUM_RECENT, attention_parts, drift_of, means_of, measure_drift
-from eagle31_hf.diagnostics.growth import log_growth, state_norm
+from eagle31_hf.diagnostics.growth import state_norm
 from eagle31_hf.targets.layers import target_states
 
 DEPTH = 4
@@ -31,10 +31,6 @@ def masses_of(chain: Chain, sink: int) -> torch.Tensor:
 
 def test_entropy_of_equal_weights_is_the_logarithm_of_their_number():
     assert_close("entropy", attention_entropy(torch.full((1, 2, 1, 8), 1 / 8)), torch.tensor([[8.0]]).log(), FORWARD)
-
-
-def test_growth_is_the_logarithm_of_a_factor():
-    assert_close("growth", log_growth(torch.tensor([2.0, 0.5]), torch.ones(2)), torch.tensor([2.0, 0.5]).log(), FORWARD)
 
 
 def test_what_is_neither_sink_nor_own_nor_made_is_the_prompts():

@@ -127,7 +127,6 @@ def refused(folder: Path) -> dict[str, str]:
     """Returns the messages with which things are refused that cannot be done with a tensor-parallel target."""
     spread, said = tensor_parallel_target(folder), {}
     asked = {
-        "alignment": lambda: make_trainer(folder, target=spread, attention_alignment=0.1),
         "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),
         "prepare_data": lambda: prepare_data(spread, None, "data.jsonl", folder / "store"),
     }

@@ -88,7 +88,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("step", [2, 3])  # three steps are an epoch
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, whole, step):
-    """The alignment draws positions at random, evaluations lie in between, and the learning rate follows a schedule."""
+    """Evaluations lie in between, and the learning rate follows a schedule."""
     assert len(whole.losses) == 6
     with pytest.raises(LostMachineError):
         make_trainer(tmp_path, callbacks=[InterruptAfter(step)], **RESUMED).train()
@@ -457,8 +457,6 @@ def test_stored_states_train_as_the_target_does(tmp_path, fields, packing):
 def test_a_store_that_does_not_belong_to_the_run_is_refused(tmp_path):
     drafter = build()
     store = write_store(tmp_path / "store", target(), drafter, make_examples(2))
-    with pytest.raises(ValueError, match="attention_alignment"):
-        make_trainer(tmp_path, store, drafter, target=None, attention_alignment=0.1)
     with pytest.raises(ValueError, match=r"the layers \[1, 2, 4\], the drafter reads \[0, 2, 4\]"):
         make_trainer(tmp_path, store, build(aux_hidden_state_layer_ids=[0, 2, 4]), target=None)
     with pytest.raises(ValueError, match="neither a target nor a store"):
@@ -478,26 +476,17 @@ def test_a_drafter_is_served_with_the_layers_it_was_trained_on(tmp_path):
 @pytest.mark.parametrize(("normalisation", "packing"), [("token", True), ("sequence", False)])
 def test_examples_without_answers_are_nothing(tmp_path, normalisation, packing):
     """Alone they are a loss of zero; beside others they change nothing."""
-    examples, options = (
-        make_examples(6, empty=(1, 2, 5)),
-        PLAIN | {"normalisation": normalisation, "packing": packing, "attention_alignment": 0.1},
-    )
+    examples, options = make_examples(6, empty=(1, 2, 5)), PLAIN | {"normalisation": normalisation, "packing": packing}
     drafter = build()
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     none = make_trainer(
-        tmp_path,
-        [examples[1], examples[2]],
-        drafter,
-        eval_dataset=[examples[5]],
-        eval_prompts=1,
-        drift_regulariser=0.1,
-        **options,
+        tmp_path, [examples[1], examples[2]], drafter, eval_dataset=[examples[5]], eval_prompts=1, **options
     )
     assert set(run(none).losses.tolist()) == {0.0}
     for name, value in before.items():
         assert_close(name, drafter.state_dict()[name], value)
     assert none.evaluate()["eval_loss"] == 0.0
-    options |= {"per_device_train_batch_size": 6, "num_train_epochs": 3, "attention_alignment": 0.0}
+    options |= {"per_device_train_batch_size": 6, "num_train_epochs": 3}
     assert_same(
         run(make_trainer(tmp_path, examples, **options)),
         run(make_trainer(tmp_path, [examples[0], examples[3], examples[4]], **options)),

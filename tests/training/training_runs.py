@@ -48,8 +48,6 @@ MUCH_TO_RESUME = {
     "save_steps": 1,
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 2,
-    "attention_alignment": 0.5,
-    "alignment_slots": 3,
     "lr_scheduler_type": "cosine",
     "eval_strategy": "steps",
     "eval_steps": 2,
