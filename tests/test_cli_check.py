@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from eagle31_hf import demo
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
 from eagle31_hf.checking.check import CAPABILITIES, TargetReport
 from eagle31_hf.cli import checking, main
 
@@ -49,6 +49,14 @@ def test_a_line_for_each_capability_then_the_drafter_then_the_verdict(capsys):
     assert any("590,720 parameters, 1.2 MB beside the target's 8.8 MB" in line for line in lines)
     assert lines[-1].split() == ["verdict", "works,", "and", "the", "drafter", "fits"]
     assert "trying a tiny LlamaForCausalLM" in captured.err
+
+
+def test_a_target_is_answered_for_beside_a_p_eagle_drafter(capsys, tmp_path):
+    """Its mask token is none of the ids that the tiny target has."""
+    sizes = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
+    Eagle31DrafterModel(Eagle31Config(**sizes, mask_token_id=2047)).save_pretrained(tmp_path)
+    assert main(["check", TARGET, str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("works, and the drafter fits")
 
 
 def test_sizes_that_are_not_known_are_left_out():

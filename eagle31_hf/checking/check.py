@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import transformers
 
-from ..configuration import Eagle31Config, default_layer_ids
 from ..generation.refusals import why_no_target
 from ..targets.layers import decoder_layers
 from .drafters import DrafterReport, check_drafter
-from .shrink import SHARED_KEYS
 from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
 from .trial import (
     CAPABILITIES,
@@ -90,9 +88,10 @@ def check_target(
     and headers are read), or an `Eagle31DrafterModel`; `overrides` and `aux_layer_convention` settle what its
     checkpoint leaves open, as in `read_checkpoint`.
 
-    A tiny model of the target's very class, with its kinds of layers and random weights, is decoded with a tiny drafter
-    in every way and compared with itself alone, on the CPU in fp32. Takes seconds; `progress` is called with what is
-    being done. Raises OSError for what is not there or cannot be fetched, ValueError for a config that is unsound.
+    A tiny model of the target's very class, with its kinds of layers and random weights, is decoded with a tiny EAGLE
+    3.1 drafter in every way and compared with itself alone, on the CPU in fp32. Takes seconds; `progress` is called
+    with what is being done. Raises OSError for what is not there or cannot be fetched, ValueError for a config that is
+    unsound.
 
         report = check_target("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3")
         report.works, report.verdict, report["tree"].answer
@@ -108,7 +107,7 @@ def check_target(
         capabilities = [Capability(name, REFUSED, source.why_unknown or "") for name in CAPABILITIES]
     else:
         progress(f"trying a tiny {source.model_class.__name__}")
-        capabilities, tried = _try(source, found, notes)
+        capabilities, tried = _try(source, notes)
     works, verdict = _verdict(capabilities, found)
     facts = _facts(source) | {"tried": tried, "capabilities": capabilities, "drafter": found, "notes": notes}
     return TargetReport(source.name, works, verdict, **facts)
@@ -136,7 +135,7 @@ def _facts(source: TargetSource) -> dict[str, Any]:
     }
 
 
-def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) -> tuple[list[Capability], str | None]:
+def _try(source: TargetSource, notes: list[str]) -> tuple[list[Capability], str | None]:
     """Tries a tiny model of the target. Returns every capability and a description of the model that was run, None
     where the config alone answers; adds to `notes`."""
     refusal = why_no_target(source.model_class, source.config)
@@ -150,8 +149,7 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
                 "its config says use_cache false, and generate would refuse to draft: tried with use_cache=True, which"
                 " you pass, too"
             )
-        like = None if drafter is None else drafter.config
-        trial = Trial(tiny, build_drafter(tiny, like, tiny_layer_ids(source, tiny, like)))
+        trial = Trial(tiny, build_drafter(tiny))
     except (CannotTryError, *CONTRADICTIONS) as error:
         reason = f"cannot be tried in small: {error}"
         *ways, last = [Capability(name, UNTRIED, reason) for name in CAPABILITIES]
@@ -161,20 +159,6 @@ def _try(source: TargetSource, drafter: DrafterReport | None, notes: list[str]) 
         f" {tiny.config._attn_implementation}, transformers {transformers.__version__}"
     )
     return trial.capabilities(refusal), tried
-
-
-def tiny_layer_ids(source: TargetSource, tiny: Any, like: Eagle31Config | None) -> list[int] | None:
-    """Layer ids of the tiny target for those that the drafter, or a default one, reads in the large target: the same,
-    as far as there are as many layers before those that share others' keys; for a layer that shares them, the last.
-    None where ids cannot be resolved."""
-    whole, small = source.decoder.num_hidden_layers, tiny.config.get_text_config(decoder=True)
-    try:
-        ids = default_layer_ids(whole) if like is None else like.resolve_layer_ids(whole)
-    except ValueError:
-        return None
-    shared, tiny_shared = (getattr(each, SHARED_KEYS, None) or 0 for each in (source.decoder, small))
-    last = small.num_hidden_layers
-    return sorted({min(i, last - tiny_shared) if i <= whole - shared else last for i in ids})
 
 
 def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> tuple[bool, str]:

@@ -57,7 +57,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 CAPABILITIES = (*WAYS, "sampling", "training")
 LOGITS_TOLERANCE = 1e-3  # of their standard deviation; other shapes differ by 1e-5 in fp32, a wrong mask by tenths
 MOST_PARAMETERS = 30_000_000  # of a tiny target: a second's work on a CPU
-LATENT = {"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
 @dataclass(frozen=True)
@@ -108,37 +107,23 @@ def _sound(model_class: Any, config: PreTrainedConfig, attention: str | None) ->
     return target
 
 
-def build_drafter(
-    target: PreTrainedModel, like: Eagle31Config | None = None, layer_ids: list[int] | None = None
-) -> Eagle31DrafterModel:
-    """A tiny drafter for a tiny target, built as `like` is. `layer_ids`: the states of the tiny target it reads."""
-    like = like or Eagle31Config()
+def build_drafter(target: PreTrainedModel) -> Eagle31DrafterModel:
+    """A tiny EAGLE 3.1 drafter for a tiny target."""
     num_ids, table_width = target.get_input_embeddings().weight.shape
     width, num_layers = target.config.get_text_config(decoder=True).hidden_size, len(decoder_layers(target))
-    fields = like.to_dict() | {
-        "vocab_size": num_ids,
-        "draft_vocab_size": 3 * num_ids // 4 if like.draft_vocab_size < like.vocab_size else None,
-        "hidden_size": width,
-        "target_hidden_size": width,
-        "intermediate_size": 40,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": None,
-        "sliding_window": 8 if like.sliding_window else None,
-        "share_target_embeddings": table_width == width,  # RemBERT's table is narrower than its layers
-        "share_target_head": False,
-        "rope_parameters": None,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "aux_hidden_state_layer_ids": layer_ids or sorted({1, num_layers // 2, num_layers}),
-        **dict.fromkeys(("dtype", "weights_from", "bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-    fields |= LATENT if like.kv_lora_rank is not None else {}
+    config = Eagle31Config(
+        vocab_size=num_ids,
+        hidden_size=width,
+        intermediate_size=40,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        share_target_embeddings=table_width == width,  # RemBERT's table is narrower than its layers
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        aux_hidden_state_layer_ids=sorted({1, num_layers // 2, num_layers}),
+    )
     with seeded(1):
-        drafter = Eagle31DrafterModel._from_config(Eagle31Config.from_dict(fields), attn_implementation="sdpa").eval()
-    if drafter.d2t is not None:
-        drafter.set_draft_vocabulary(torch.tensor([i for i in range(num_ids) if i % 4 != 3][: len(drafter.d2t)]))
-    return drafter
+        return Eagle31DrafterModel._from_config(config, attn_implementation="sdpa").eval()
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrain
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
 from eagle31_hf.cache.states import HAS_METHODS
 from eagle31_hf.cache_names import cache_in
-from eagle31_hf.checking import check_target, trial
-from eagle31_hf.checking.check import CAPABILITIES, tiny_layer_ids
+from eagle31_hf.checking import check_target
+from eagle31_hf.checking.check import CAPABILITIES
 from eagle31_hf.checking.drafters import check_drafter
 from eagle31_hf.checking.shrink import VOCAB, WIDTH, WINDOW, tiny_config
 from eagle31_hf.checking.source import TargetSource, read_target
@@ -371,25 +371,6 @@ def test_an_unknown_override_is_refused_with_the_nearest_field():
         check_drafter(str(demo.FOLDER / "eagle31"), read_target(LlamaConfig()), {"norm_ouput": True})
 
 
-@pytest.mark.parametrize(
-    ("ids", "shared", "tiny_shared", "expected"),
-    [
-        ([2, 18, 33], 0, 0, [2, 4]),
-        ([2, 24, 25], 12, 2, [2, 4]),
-        ([34, 35, 36], 0, 0, [4]),
-        ([0, 1, 2], 36, 4, [0, 4]),
-        ([0, 1, 2, 3, 4, 5, 6], 0, 0, [0, 1, 2, 3, 4]),
-        ([1, 37], 0, 0, None),
-    ],
-    ids=["deeper ones", "shared keys", "the last ones", "all keys shared", "more than there are", "beyond it"],
-)
-def test_the_tiny_target_is_read_at_layers_of_the_same_kind(ids, shared, tiny_shared, expected):
-    source = TargetSource("large", LlamaConfig(num_hidden_layers=36, num_kv_shared_layers=shared))
-    torch.manual_seed(0)
-    tiny = build_target(num_hidden_layers=4, num_kv_shared_layers=tiny_shared)
-    assert tiny_layer_ids(source, tiny, Eagle31Config(aux_hidden_state_layer_ids=ids)) == expected
-
-
 def test_the_demo_pair_fits_and_no_other_target(tmp_path):
     folder = demo.FOLDER / "eagle31"
     report = check_target(str(demo.FOLDER / "target"), str(folder))
@@ -404,22 +385,6 @@ def test_the_demo_pair_fits_and_no_other_target(tmp_path):
     ]
     assert set(wrong) == {"width", "vocabulary"}
     assert wrong["width"].startswith("reads states of width 128, the target's are 4096 wide")
-
-
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}, "MLA"),
-        ({"fc_norm": False, "norm_output": False, "num_hidden_layers": 2, "draft_vocab_size": 8}, "EAGLE 3"),
-    ],
-)
-def test_the_tiny_drafter_is_built_as_the_one_that_is_named(fields, word):
-    target, like = build_target(), Eagle31Config(vocab_size=11, hidden_size=36, num_attention_heads=2, **fields)
-    drafter = trial.build_drafter(target, like)
-    assert (drafter.config.kv_lora_rank is None) == (word != "MLA")
-    assert (drafter.d2t is None) == (like.draft_vocab_size == like.vocab_size)
-    assert (drafter.config.fc_norm, drafter.config.num_hidden_layers) == (like.fc_norm, like.num_hidden_layers)
-    assert trial.Trial(target, drafter).capability("chain").answer == trial.WORKS
 
 
 def test_a_checkpoint_that_may_mean_two_things_names_what_decides(tmp_path):
