@@ -14,6 +14,9 @@ from programs import ABANDONED, heeded, programs
 
 from eagle31_hf import Eagle31DrafterModel, demo, starting
 from eagle31_hf.checkpoints import export_checkpoint
+from eagle31_hf.cli import endings, parser
+from eagle31_hf.training.output import REPLACED
+from eagle31_hf.training.saving import last_checkpoint
 
 DRAFTER, EAGLE3 = (str(demo.FOLDER / name) for name in ("eagle31", "eagle3"))
 QUICK = ["--depth", "1", "--max-length", "40", "--accumulate", "1", "--eval-every", "2", "--eval-rows", "0"]
@@ -93,7 +96,7 @@ def test_prepared_shards_are_kept(start, folder):
     line = stopped(program, signal.SIGINT)
     count = len(list((folder / "store").glob("shard-*")))
     assert 2 <= count < 64
-    assert f"{count} of 64 shards are kept in {folder / 'store'}" in line
+    assert f"Complete shards are kept in {folder / 'store'}" in line
     again = start(folder / "again", arguments)
     assert again.wait() == 0, again.err
     assert f"shard {64 - count} of {64 - count}" in again.err
@@ -106,13 +109,26 @@ def test_the_last_checkpoint_is_kept_and_resumed(start, folder):
         time.sleep(0.01)
     program.signal(signal.SIGTERM)
     line = stopped(program, signal.SIGTERM)
-    kept = Path(line.split(" is kept")[0].split()[-1])
-    assert (kept / "model.safetensors").is_file()
-    assert "--resume" in line
+    assert f"checkpoints made so far are kept in {folder / 'drafter'}; the same command with --resume" in line
+    kept = Path(last_checkpoint(folder / "drafter"))
     steps = json.loads((kept / "trainer_state.json").read_text())["global_step"]
     again = start(folder / "again", [*training, steps + 2, "--resume", "--json"])
     assert again.wait() == 0, again.err
     assert json.loads(again.out)["steps"] == steps + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convert", "from"], "from is as it was, or native by now; the same command finishes the work."),
+        (["export", "from", "to"], "to is complete if it is there; otherwise nothing was written."),
+        (["publish", "from", "--repo-id", "a/b"], "Nothing was committed; the same command goes on"),
+        (["train", "--target", "t", "--output", "to"], f"A drafter that it was to replace is in to/{REPLACED}."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_a_stopped_command_leaves_is_said_with_its_own_names(arguments, words):
+    assert words in endings.outlook(parser().parse_args(arguments))
 
 
 def test_a_conversion_in_place_that_is_stopped_leaves_a_drafter(start, tmp_path):

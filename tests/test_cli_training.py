@@ -10,8 +10,8 @@ from conftest import build_target
 from programs import in_two_processes
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
-from eagle31_hf.cli import main, resuming, training
-from eagle31_hf.training.output import claim, set_aside
+from eagle31_hf.cli import main, training
+from eagle31_hf.training.output import claim
 
 QUICK = "--depth 2 --max-length 40 --accumulate 1 --batch-size 2 --learning-rate 0.01 --eval-every 4"
 
@@ -195,41 +195,13 @@ def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
     assert contents(output) == before
 
 
-def test_a_stopped_run_names_the_drafter_it_was_to_replace(capsys, folder):
-    assert trained(capsys, folder, "--steps", "1")[0] == 0
-    asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=True)
-    assert "earlier" not in resuming.checkpoint(asked)
-    aside = set_aside(folder / "drafter")
-    assert resuming.checkpoint(asked).endswith(f"yet; begin anew, with --overwrite. The earlier drafter is in {aside}.")
-    assert trained(capsys, folder, "--steps", "1", "--overwrite")[0] == 0
-    assert "earlier" not in resuming.checkpoint(asked)
-
-
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
     """It goes on with its examples, which are as prepare-data makes them, by 32; without --resume it is refused."""
-    asked = argparse.Namespace(output=str(folder / "drafter"), overwrite=False)
-    assert resuming.checkpoint(asked).endswith("yet; begin anew.")
     prepared(capsys, folder, "--batch-size", "32", "--regenerate", output="drafter/data")
-    assert resuming.checkpoint(asked).endswith(
-        "yet, but rows, which are kept; the same command with --resume goes on with them."
-    )
     status, _, err = trained(capsys, folder, "--steps", "2", "--regenerate")
     assert (status, "go on with the run in it by --resume" in err) == (2, True)
     status, _, err = trained(capsys, folder, "--steps", "1", "--regenerate", "--resume")
     assert (status, "shard 1 of" in err) == (0, False), err
-    asked.overwrite = True
-    assert "the same command with --resume instead of --overwrite goes on from the last" in resuming.checkpoint(asked)
-
-
-def test_a_stopped_conversion_says_of_any_config_what_it_is(tmp_path):
-    asked = argparse.Namespace(source=str(tmp_path), destination=None, create_pr=False)
-    for text, state in (
-        ("[" * 50_000, "is as it was"),
-        ("[]", "is as it was"),
-        ('{"model_type": "eagle31"}', "is native by now"),
-    ):
-        (tmp_path / "config.json").write_text(text)
-        assert resuming.conversion(asked) == f"{tmp_path} {state}; the same command finishes the work."
 
 
 def test_a_finished_run_is_finished(capsys, folder):

@@ -20,7 +20,6 @@ from ..modeling import Eagle31DrafterModel
 from ..storage.folders import check_new_folder, new_folder
 from ..storage.jsonl import JsonLines
 from ..upgrade import upgrade_to_eagle31
-from . import resuming
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import (
     add_device,
@@ -142,6 +141,7 @@ def upgrade(args: argparse.Namespace) -> int:
     texts = read_texts(Path(args.texts))
     if args.output is not None:
         check_new_folder(Path(args.output))
+        args.left_behind = "{output} is complete if it is there; otherwise nothing was written."
     progress(f"loading {args.target} and {args.drafter}")
     tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype="auto").to(args.device)
     options = reading_options(args)
@@ -188,7 +188,7 @@ def add_info(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=resuming.conversion)
+    parser.set_defaults(left_behind="{source} is as it was, or native by now; the same command finishes the work.")
     add_path(parser, "source", "folder or Hub repository")
     what = "a new folder (default: in place, the originals kept in SOURCE/original)"
     add_path(parser, "destination", what, nargs="?")
@@ -199,7 +199,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.destination))
+    parser.set_defaults(left_behind="{destination} is complete if it is there; otherwise nothing was written.")
     add_path(parser, "drafter", "folder or Hub repository, of any format")
     add_path(parser, "destination", "a new folder")
     parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
@@ -211,7 +211,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def add_publish(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=resuming.upload)
+    said = "Nothing was committed; the same command goes on, and what was sent is not sent again."
+    parser.set_defaults(left_behind=said)
     add_path(parser, "folder", "a native checkpoint, or a config with weights_from")
     add_path(parser, "--repo-id", "OWNER/NAME", required=True)
     parser.add_argument("--private", action="store_true")
@@ -222,7 +223,6 @@ def add_publish(parser: argparse.ArgumentParser) -> None:
 
 
 def add_upgrade(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=lambda args: resuming.new_folder(args.output))
     add_path(parser, "--target", "folder or Hub repository of the target", required=True)
     what = "folder or Hub repository of its EAGLE 3 drafter, of any format"
     add_path(parser, "--drafter", what, required=True)

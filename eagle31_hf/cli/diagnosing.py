@@ -123,7 +123,7 @@ def show_report(args: argparse.Namespace, facts: dict[str, Any], names: str, mak
     if args.output is None:
         report = make(Journal(None, {}))
     else:
-        args.left_behind = lambda args: f"What was measured is in {args.output}: --resume goes on."
+        args.left_behind = "What was measured is in {output}: --resume goes on."
         with open_journal(Path(args.output), facts, args.resume) as journal:
             report = make(journal)
             files = write_report(Path(args.output), report, names)

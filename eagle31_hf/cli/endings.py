@@ -96,11 +96,14 @@ def _text(error: BaseException) -> tuple[str, bool]:
 
 
 def outlook(args: Namespace) -> str:
-    """Returns sentences on what a stopped command leaves behind, by the function of `resuming` that belongs to it."""
-    left_behind: Callable[[Namespace], str] = getattr(args, "left_behind", lambda args: "Nothing was written.")
+    """Returns sentences on what a stopped command leaves behind.
+
+    A command's parser says them by `set_defaults(left_behind=...)`, with its arguments by their names in braces.
+    """
+    left_behind = getattr(args, "left_behind", "Nothing was written.").format(**vars(args))
     sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]
     is_remote = any(source and not os.path.exists(source) for source in sources)
-    return left_behind(args) + (" What was downloaded stays in the Hub's cache." if is_remote else "")
+    return left_behind + (" What was downloaded stays in the Hub's cache." if is_remote else "")
 
 
 def raise_on_signals() -> None:

@@ -9,7 +9,6 @@ from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.servers import EngineOptions, Patience
 from ..training.store import MANIFEST, check_store_folder
-from . import resuming
 from .loading import load_tokenizer
 from .pairs import sampling_options
 from .parsing import (
@@ -149,7 +148,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=resuming.shards)
+    parser.set_defaults(left_behind="Complete shards are kept in {output}; the same command makes the others.")
     add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
     add_path(parser, "--data", ".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
     add_self_prompts(parser)

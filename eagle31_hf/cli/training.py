@@ -7,7 +7,6 @@ from typing import Any
 
 from ..checkpoints.headers import read_headers
 from ..upgrade import upgrade_to_eagle31
-from . import resuming
 from .loading import load_tokenizer
 from .parsing import (
     add_assignments,
@@ -36,6 +35,10 @@ from .preparation import (
 )
 from .target import target_for
 
+LEFT_BEHIND = (
+    "Rows and checkpoints made so far are kept in {output}; the same command with --resume (in place of --overwrite)"
+    " goes on with them. A drafter that it was to replace is in {output}/eagle31-replaced."
+)
 ANSWER_BATCH_SIZE = 32
 SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 
@@ -251,7 +254,7 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(left_behind=resuming.checkpoint)
+    parser.set_defaults(left_behind=LEFT_BEHIND)
     add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
     add_path(parser, "--output", "folder of the drafter and its checkpoints", required=True)
     _add_data(parser)
