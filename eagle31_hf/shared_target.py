@@ -51,7 +51,7 @@ class SharesTarget(nn.Module):
         """
         embedding: Any = target.get_input_embeddings()
         head = target.get_output_embeddings()
-        self._check_fits(target, embedding)
+        check_fits(self.config, target)
         check_loaded(self, "the drafter")
         if self.embed_tokens is None:
             check_loaded(embedding, "the target's embedding, which the drafter shares,")
@@ -70,35 +70,6 @@ class SharesTarget(nn.Module):
                 " share_target_embeddings=True."
             )
 
-    def _check_fits(self, target: Any, embedding: Any) -> None:
-        """Raises ValueError when a target's width or vocabulary is not the one the drafter was made for."""
-        rows, width = shape_of(embedding)
-        trained_for = (
-            f"the drafter was made for {self.config.target_model or 'a target it does not name'}; pass that target."
-        )
-        target_width = target.config.get_text_config().hidden_size
-        if target_width != self.config.target_hidden_size:
-            raise ValueError(
-                f"the target's width is {target_width}, the drafter expects {self.config.target_hidden_size}:"
-                f" {trained_for}"
-            )
-        if self.embed_tokens is None and width != self.config.hidden_size:
-            raise ValueError(
-                f"the target's embedding is {width} wide, the drafter that shares it {self.config.hidden_size}:"
-                f" {trained_for}"
-            )
-        if not vocab.same_vocabulary(self.config.vocab_size, rows):
-            raise ValueError(
-                f"the target's vocabulary has {rows} ids, the drafter's {self.config.vocab_size} (more than padding"
-                f" apart): {trained_for}"
-            )
-        mask = self.config.mask_token_id
-        if self.embed_tokens is None and mask is not None and mask >= rows:
-            raise ValueError(
-                f"the target's embedding, which the drafter shares, has {rows} rows, none for its mask_token_id {mask}:"
-                f" {trained_for}"
-            )
-
     @property
     def like(self) -> Tensor:
         """A tensor of the device and dtype that the drafter's activations have, quantized or offloaded as it may be."""
@@ -114,6 +85,32 @@ class SharesTarget(nn.Module):
         """Post-norm states (B, T, h) -> draft logits (B, T, Vd)."""
         logits = scores_of(_present(self.get_output_embeddings(), "head"), normed).to(normed)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+
+def check_fits(config: Eagle31Config, target: Any) -> None:
+    """Raises ValueError when a target's width or vocabulary is not the one the drafter was made for."""
+    rows, width = shape_of(target.get_input_embeddings())
+    trained_for = f"the drafter was made for {config.target_model or 'a target it does not name'}; pass that target."
+    target_width = target.config.get_text_config().hidden_size
+    if target_width != config.target_hidden_size:
+        raise ValueError(
+            f"the target's width is {target_width}, the drafter expects {config.target_hidden_size}: {trained_for}"
+        )
+    if config.share_target_embeddings and width != config.hidden_size:
+        raise ValueError(
+            f"the target's embedding is {width} wide, the drafter that shares it {config.hidden_size}: {trained_for}"
+        )
+    if not vocab.same_vocabulary(config.vocab_size, rows):
+        raise ValueError(
+            f"the target's vocabulary has {rows} ids, the drafter's {config.vocab_size} (more than padding apart):"
+            f" {trained_for}"
+        )
+    mask = config.mask_token_id
+    if config.share_target_embeddings and mask is not None and mask >= rows:
+        raise ValueError(
+            f"the target's embedding, which the drafter shares, has {rows} rows, none for its mask_token_id {mask}:"
+            f" {trained_for}"
+        )
 
 
 def _present(module: Any, what: str) -> Any:

@@ -91,7 +91,7 @@ def test_json_has_its_keys_and_a_drafter_that_does_not_fit_is_status_one(capsys,
     assert set(report["drafter"]) == {"name", "fits", "num_parameters", "num_bytes", "config", "findings"}
     assert (report["works"], report["drafter"]["fits"]) == (False, False)
     assert report["verdict"].startswith(
-        "this drafter does not fit: vocabulary: made for 2,048 ids, the target has 32,000"
+        "this drafter does not fit: the target's vocabulary has 32000 ids, the drafter's 2048"
     )
 
 

@@ -11,7 +11,7 @@ import transformers
 from ..generation.refusals import why_no_target
 from ..targets.layers import decoder_layers
 from .drafters import DrafterReport, check_drafter
-from .source import CONTRADICTIONS, TargetSource, count_parameters, read_target
+from .source import CONTRADICTIONS, TargetSource, read_target
 from .trial import (
     CAPABILITIES,
     DIFFERENT,
@@ -117,7 +117,7 @@ def _facts(source: TargetSource) -> dict[str, Any]:
     """Sizes of the whole target."""
     if source.model_class is None:
         return {}
-    config, count = source.decoder, count_parameters(source)
+    config, count = source.decoder, source.num_parameters
     dtype = str(source.config.dtype or config.dtype or "").removeprefix("torch.") or None
     kind = getattr(torch, dtype or "", None)
     is_quantized = getattr(source.config, "quantization_config", None)
@@ -179,7 +179,7 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
         return False, f"does not work: {first.text.rstrip('.')}{trains}"
     if drafter is not None and not drafter.fits:
         problem = next(finding for finding in drafter.findings if finding.fits is False)
-        return False, f"this drafter does not fit: {problem.name}: {problem.text.rstrip('.')}"
+        return False, f"this drafter does not fit: {problem.text.rstrip('.')}"
     said = {OTHERWISE: "in another way", REFUSED: "but not", UNTRIED: "not tried", DIFFERENT: "wrong, please report it"}
     limits = [f"{words}: {', '.join(by_answer[answer])}" for answer, words in said.items() if answer in by_answer]
     with_whom = "" if drafter is None else ", and the drafter fits"

@@ -4,7 +4,6 @@ it can be avoided."""
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,12 @@ from ..configuration import Eagle31Config
 from ..hub import kind
 from ..modeling import Eagle31DrafterModel
 from ..names import refuse_unknown
+from ..shared_target import check_fits
+from ..targets.ends import shape_of
+from ..targets.layers import decoder_layers
+from ..targets.probe import FAILURES
 from .source import TargetSource
+from .trial import named
 
 
 @dataclass(frozen=True)
@@ -82,26 +86,11 @@ def check_drafter(
 
 
 def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | None) -> Iterator[Finding]:
-    """Lines on how the drafter's config fits the target's. `draft_ids`: the target's ids in a pruned draft vocabulary.
-
-    Configs of transformers need not have the fields that are compared: a line then decides nothing.
-    """
+    """Lines on how the drafter fits the target. `draft_ids`: the target's ids in a pruned draft vocabulary."""
     if source.model_class is None:
         return
-    yield _made_for(config.target_model, source.name)
-    reads = config.aux_hidden_state_layer_ids or "by default"
-    for name, size, compare, own in (
-        ("width", "hidden_size", _width, f"reads states of width {config.target_hidden_size}"),
-        ("layers", "num_hidden_layers", _layers, f"reads hidden_states {reads}"),
-        ("vocabulary", "vocab_size", _vocabulary, f"made for {config.vocab_size:,} ids"),
-    ):
-        value = getattr(source.decoder, size, None)
-        unstated = (None, f"{own}; the target's config does not state its {size}")
-        yield Finding(name, *(compare(config, value) if type(value) is int else unstated))
+    yield Finding("fits", *_fits(config, source.outline))
     yield Finding("ends", None, _ends(source.decoder, draft_ids))
-    shared = {"embedding": config.share_target_embeddings, "head": config.share_target_head}
-    owners = (f"{part} {'of the target' if is_shared else 'of its own'}" for part, is_shared in shared.items())
-    yield Finding("weights", None, ", ".join(owners))
     longest, its = config.max_position_embeddings, getattr(source.decoder, "max_position_embeddings", None)
     text = f"made for texts of {longest:,} tokens"
     if type(its) is int and longest < its:
@@ -109,40 +98,20 @@ def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | N
     yield Finding("positions", None, text)
 
 
-def _made_for(named: str | None, given: str) -> Finding:
-    """The line on the target that the drafter names: the same name is a good sign, another decides nothing."""
-    folder = Path(given).parent if given.endswith(".json") else Path(given)
-    if named is not None and Path(named).name.lower() == folder.name.lower():
-        return Finding("made for", True, named)
-    another = f"{named}; this is {given}: with another model's weights fewer drafts are accepted"
-    return Finding("made for", None, "a target it does not name" if named is None else another)
-
-
-def _width(config: Eagle31Config, width: int) -> tuple[bool, str]:
-    """Compares the width of the states that the drafter reads with the target's. Returns the line that says it."""
-    reads = config.target_hidden_size
-    if reads != width:
-        return False, f"reads states of width {reads}, the target's are {width} wide: pass the target it was made for"
-    own = "" if config.hidden_size == width else f", its own is {config.hidden_size}"
-    return True, f"reads {config.num_aux_states} states of width {reads}{own}"
-
-
-def _layers(config: Eagle31Config, num_layers: int) -> tuple[bool, str]:
-    """Looks in the target for the layers whose states the drafter reads. Returns the line that says it."""
+def _fits(config: Eagle31Config, target: Any) -> tuple[bool | None, str]:
+    """Whether `generate` takes the two together, and the line that says it, by the target's outline."""
+    if target is None:
+        return None, "not known: the target cannot be built by its config alone"
     try:
+        check_fits(config, target)
+        num_layers = len(decoder_layers(target))
         ids = config.resolve_layer_ids(num_layers)
     except ValueError as error:
         return False, str(error)
-    said = "" if config.aux_hidden_state_layer_ids else ", the default: it names none"
-    return True, f"reads hidden_states {ids} of the target's 0 to {num_layers}{said}"
-
-
-def _vocabulary(config: Eagle31Config, num_ids: int) -> tuple[bool, str]:
-    """Compares the two vocabularies, padding aside. Returns the line that says it."""
-    own, drafted = config.vocab_size, config.draft_vocab_size
-    if not vocab.same_vocabulary(own, num_ids):
-        return False, f"made for {own:,} ids, the target has {num_ids:,}, more than padding apart: another tokenizer"
-    return True, f"proposes {drafted:,} of {num_ids:,} ids ({min(drafted / max(num_ids, 1), 1.0):.0%})"
+    except FAILURES as error:  # of a class that lacks what is compared
+        return None, f"not known: {named(error)}"
+    rows, drafted = shape_of(target.get_input_embeddings())[0], config.draft_vocab_size
+    return True, f"reads hidden_states {ids} of the target's 0 to {num_layers}, proposes {drafted:,} of {rows:,} ids"
 
 
 def _ends(decoder: Any, draft_ids: Tensor | None) -> str:

@@ -3,6 +3,7 @@ repository's code is run."""
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ class TargetSource:
     def decoder(self) -> Any:
         """The config of the text decoder, in a multimodal target one of several."""
         return self.config.get_text_config(decoder=True)
+
+    @cached_property
+    def outline(self) -> PreTrainedModel | None:
+        """The whole target, its weights without any memory; None where it cannot be built so."""
+        try:
+            with torch.device("meta"):
+                return build(self.model_class, self.config)
+        except Exception:  # a class may fail in any way; the report then lacks what the outline tells
+            return None
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Parameters of the whole target, None where there is no outline."""
+        return None if self.outline is None else sum(parameter.numel() for parameter in self.outline.parameters())
 
 
 def read_target(target: Any, revision: str | None = None) -> TargetSource:
@@ -188,12 +203,3 @@ def build(
         config = config.get_text_config(decoder=True)
     options = {} if attention is None else {"attn_implementation": attention}
     return model_class._from_config(config, **options).eval()
-
-
-def count_parameters(source: TargetSource) -> int | None:
-    """Parameters of the whole target, counted without any memory; None where it cannot be built so."""
-    try:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build(source.model_class, source.config).parameters())
-    except Exception:  # a class may fail in any way; the report then lacks this number
-        return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checking.source import count_parameters, read_target
+from ..checking.source import read_target
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
@@ -29,7 +29,7 @@ def refuse_missing_weights(source: str) -> None:
     if not os.path.isdir(source):
         return
     target = read_target(source)
-    count = count_parameters(target) if target.num_bytes else None
+    count = target.num_parameters if target.num_bytes else None
     if count is not None and 8 * target.num_bytes < count:
         raise ValueError(
             f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters;"
