@@ -8,46 +8,36 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from types import ModuleType
 
 from . import checking, checkpoints, diagnosing, endings, preparation, run, talking, training
 from .parsing import Parser, progress
 
-# name: (function, function that adds its arguments, one line of help, example)
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str, str]] = {
-    "demo": (
-        run.demo,
-        run.add_demo,
-        "watch a trained pair decode the same text faster; offline",
-        "eagle31 demo --profile",
-    ),
+# name: (module that has the command's function, `name`, and `add_name` for its arguments; one line of help, example)
+COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
+    "demo": (run, "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
     "generate": (
-        run.generate,
-        run.add_generate,
+        run,
         "stream a completion with any target and drafter",
         'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
     ),
     "chat": (
-        talking.chat,
-        talking.add_chat,
+        talking,
         "chat with a target in the terminal, drafted tokens marked as they are accepted",
         "eagle31 chat --target Qwen/Qwen3-8B --drafter ./my-drafter",
     ),
     "app": (
-        talking.app,
-        talking.add_app,
+        talking,
         "the same chat as a page for a browser, by Gradio",
         "eagle31 app --target Qwen/Qwen3-8B --drafter ./my-drafter",
     ),
     "serve": (
-        talking.serve,
-        talking.add_serve,
+        talking,
         "serve a target with its drafter as OpenAI's API, by transformers' own server",
         "eagle31 serve --target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16",
     ),
     "check": (
-        checking.check,
-        checking.add_check,
+        checking,
         (
             "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
             " works, 1: does not)"
@@ -55,50 +45,42 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "eagle31 check Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "info": (
-        checkpoints.info,
-        checkpoints.add_info,
+        checkpoints,
         "say what a drafter's checkpoint is, which format it has, and why it was read so",
         "eagle31 info RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "convert": (
-        checkpoints.convert,
-        checkpoints.add_convert,
+        checkpoints,
         "convert an EAGLE 3 or 3.1 checkpoint of any format to the native one, in place unless a destination is named",
         "eagle31 convert ./my-drafter",
     ),
     "export": (
-        checkpoints.export,
-        checkpoints.add_export,
+        checkpoints,
         "write a drafter as vLLM, SGLang or speculators read it, and print the line that serves it",
         "eagle31 export ./my-drafter ./my-drafter-vllm --format vllm",
     ),
     "publish": (
-        checkpoints.publish,
-        checkpoints.add_publish,
+        checkpoints,
         "upload a native drafter, or a config that points to its weights, with a model card",
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
     "bench": (
-        diagnosing.acceptance,
-        diagnosing.add_bench,
+        diagnosing,
         "report on drafters beside the target alone, on your prompts",
         "eagle31 bench acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl",
     ),
     "drift": (
-        diagnosing.drift,
-        diagnosing.add_drift,
+        diagnosing,
         "report on drafters by depth: states, attention, acceptance, in longer contexts too, and what to do about them",
         "eagle31 drift --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report",
     ),
     "prepare-data": (
-        preparation.prepare_data,
-        preparation.add_prepare_data,
+        preparation,
         "turn chats or texts into training data, in the target's own words and with its states where asked",
         "eagle31 prepare-data --target Qwen/Qwen3-8B --data sharegpt.jsonl --output prepared --regenerate",
     ),
     "train": (
-        training.train,
-        training.add_train,
+        training,
         "train a drafter for a causal language model",
         (
             "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16"
@@ -106,8 +88,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         ),
     ),
     "upgrade": (
-        checkpoints.upgrade,
-        checkpoints.add_upgrade,
+        checkpoints,
         "turn an EAGLE 3 drafter into an EAGLE 3.1 one by calibration on texts",
         "eagle31 upgrade --target Qwen/Qwen3-8B --drafter ./my-drafter --texts texts.jsonl --output ./upgraded",
     ),
@@ -118,10 +99,11 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     main_parser = Parser(prog="eagle31", description="EAGLE 3.1 speculative decoding for transformers.")
     commands = main_parser.add_subparsers(required=True, metavar="command")
-    for name, (function, add_arguments, line, example) in COMMANDS.items():
+    for name, (module, line, example) in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}")
-        add_arguments(command)
-        command.set_defaults(function=function)
+        function = name.replace("-", "_")
+        getattr(module, f"add_{function}")(command)
+        command.set_defaults(function=getattr(module, function))
     return main_parser
 
 

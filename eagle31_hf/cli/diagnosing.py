@@ -74,7 +74,7 @@ def drift(args: argparse.Namespace) -> int:
     return 0
 
 
-def acceptance(args: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
     for option, deepest in (("--depth", args.depth), ("--depths", max(args.depths))):
         if deepest > MAX_DEPTH:
