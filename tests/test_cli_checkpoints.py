@@ -100,7 +100,7 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     assert 'from_pretrained("upgraded"' in (tmp_path / "upgraded" / "README.md").read_text()
     assert "is there already" in error_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
     texts.write_text('{"words": 1}\n')
-    assert "line 1" in error_of(capsys, *options)
+    assert 'line 1: holds no "text" string' in error_of(capsys, *options)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def made(tmp_path_factory, tokenizer) -> Path:
         "\n".join(json.dumps({"text": "abcdefghij"[i % 7 :] + "abcdef"}) for i in range(6))
     )
     (folder / "latin.jsonl").write_bytes('{"text": "ü"}'.encode("latin-1"))
+    shutil.copy(folder / "latin.jsonl", folder / "latin.txt")
     (folder / "deep.jsonl").write_text('{"text": "a\u2028b"}\n' + "[" * 50_000)
     (folder / "empty").mkdir()
     return folder
@@ -114,7 +115,8 @@ BAD = {
     "an empty name": (["convert", "drafter", ""], "destination: got '', expected a name"),
     "a name too long": (["info", "x" * 500], "there is no such folder"),
     "below a file": (["convert", "drafter", "texts.jsonl/out"], "texts.jsonl is a file; expected a folder"),
-    "a folder of texts": ([*UPGRADE[:-1], "empty"], "empty: is a folder; expected a file."),
+    "a folder without texts": ([*UPGRADE[:-1], "empty"], "empty: is a folder without files; expected .jsonl"),
+    "a folder as a template": ([*PREPARE, "--chat-template", "empty"], "empty: is a folder; expected a file."),
     "output is a file": ([*UPGRADE, "--output", "texts.jsonl"], "texts.jsonl: is there already"),
     "a rate beyond all numbers": (
         [*TRAIN, "--set", "learning_rate=1e999"],
@@ -125,12 +127,13 @@ BAD = {
         ["convert", "drafter", "--revision", "main"],
         "drafter: revision is 'main', and a folder",
     ),
-    "texts in no UTF-8": ([*UPGRADE[:-1], "drafter/model.safetensors"], "drafter/model.safetensors: byte "),
+    "texts in no UTF-8": ([*UPGRADE[:-1], "latin.txt"], "latin.txt: byte 10 is no UTF-8"),
+    "texts that are weights": ([*UPGRADE[:-1], "drafter/model.safetensors"], "drafter/model.safetensors"),
     "lines in no UTF-8": (
         [*UPGRADE[:-1], "latin.jsonl"],
-        "latin.jsonl: byte 10 is no UTF-8; expected a text file in UTF-8",
+        "latin.jsonl, line 1: 'utf-8' codec can't decode byte 0xfc in position 10",
     ),
-    "a line nested too deep": ([*UPGRADE[:-1], "deep.jsonl"], 'deep.jsonl: line 2 holds no "text" string'),
+    "a line nested too deep": ([*UPGRADE[:-1], "deep.jsonl"], "deep.jsonl, line 2: is nested too deep"),
     "a template in no UTF-8": (
         [*PREPARE, "--chat-template", "latin.jsonl"],
         "latin.jsonl: byte 10 is no UTF-8; expected a text file",

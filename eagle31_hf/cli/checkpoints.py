@@ -18,21 +18,10 @@ from ..hub import convert_on_hub, described, kind
 from ..hub import publish as upload_folder
 from ..modeling import Eagle31DrafterModel
 from ..storage.folders import check_new_folder, new_folder
-from ..storage.jsonl import JsonLines
+from ..training.records import read_records
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import (
-    add_device,
-    add_json,
-    add_option,
-    add_path,
-    add_reading,
-    positive,
-    progress,
-    read_text,
-    reading_options,
-    show,
-)
+from .parsing import add_device, add_json, add_option, add_path, add_reading, positive, progress, reading_options, show
 
 
 def info(args: argparse.Namespace) -> int:
@@ -138,7 +127,7 @@ def publish(args: argparse.Namespace) -> int:
 
 def upgrade(args: argparse.Namespace) -> int:
     """Makes an EAGLE 3 drafter an EAGLE 3.1 one, and shows its acceptance before and after."""
-    texts = read_texts(Path(args.texts))
+    texts = read_texts(args.texts)
     if args.output is not None:
         check_new_folder(Path(args.output))
         args.left_behind = "{output} is complete if it is there; otherwise nothing was written."
@@ -158,25 +147,14 @@ def upgrade(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_texts(path: Path) -> list[str]:
-    """Returns the `text` of every line of a .jsonl file, or any other file as one text.
-
-    Raises ValueError for a line without such a text.
-    """
-    content = read_text(path)
-    if path.suffix != ".jsonl":
-        return [content]
-    lines = JsonLines(path)
-    texts = []
-    for i in range(len(lines)):
-        try:
-            text = lines[i]["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
+def read_texts(source: str) -> list[str]:
+    """Returns the `text` of every record that is there. Raises what `read_records` raises, ValueError for a record
+    without such a text."""
+    records, texts = read_records(source), []
+    for i, record in enumerate(records):
+        text = record.get("text")
         if not isinstance(text, str):
-            raise ValueError(
-                f'{path}: line {lines.line_number(i)} holds no "text" string; expected {{"text": "..."}} on every line.'
-            )
+            raise ValueError(f'{records.where(i)}: holds no "text" string; expected {{"text": "..."}}.')
         texts.append(text)
     return texts
 
@@ -226,7 +204,7 @@ def add_upgrade(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--target", "folder or Hub repository of the target", required=True)
     what = "folder or Hub repository of its EAGLE 3 drafter, of any format"
     add_path(parser, "--drafter", what, required=True)
-    what = '.jsonl with {"text": ...} on every line, or a plain text file; some thousand tokens'
+    what = 'texts, {"text": ...} each, as prepare-data reads its data; or a plain text file; some thousand tokens'
     add_path(parser, "--texts", what, required=True)
     add_path(parser, "--output", "where to save the upgraded drafter")
     add_option(parser, "--prompts", positive, 8, "texts to measure acceptance on")
