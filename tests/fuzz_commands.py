@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.checkpoints import export_checkpoint
 from eagle31_hf.cli import COMMANDS, main, parser
-from eagle31_hf.cli.parsing import count, path, positive, positive_or_auto
+from eagle31_hf.cli.pairs import KNOBS
+from eagle31_hf.cli.parsing import count, path, positive
 
 # What makes a command line short to run; appended where it is of the command, so that it wins over what was drawn.
 SMALL = {
@@ -314,7 +315,7 @@ def sound(random_state: random.Random, action: argparse.Action, command: str, wo
     options = VALUES.get(action.dest) or [made / name for name in FILES.get(action.dest, ())] or None
     if action.dest in ("destination", "output"):
         options = [own / "new"]
-    if options is None and action.type in (positive, positive_or_auto, count):
+    if options is None and (action.type in (positive, count) or action.dest in KNOBS):
         options = ["1", "2", "5"]
     return None if options is None else str(random_state.choice(options))
 

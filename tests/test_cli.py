@@ -90,11 +90,15 @@ def test_info_says_what_a_drafter_is(capsys, name, kind):
         ),
         (
             ["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-total-tokens", "1", "x"],
-            "draft_tree_total_tokens is 1",
+            "--draft-tree-total-tokens: got '1', expected an integer of at least 2, or auto",
+        ),
+        (
+            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-top-k", "4097", "x"],
+            "--draft-tree-top-k: got '4097', expected an integer of at least 1 and at most 4096, or auto",
         ),
         (["demo", "--prompts", "0"], "--prompts"),
     ],
-    ids=["no such drafter", "target passed as drafter", "no depth", "no tree", "no prompts"],
+    ids=["no such drafter", "target passed as drafter", "no depth", "no tree", "too wide a tree", "no prompts"],
 )
 def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
     assert main(arguments) == 2

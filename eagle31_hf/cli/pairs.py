@@ -4,31 +4,23 @@ import argparse
 from typing import Any
 
 from ..modeling import Eagle31DrafterModel
-from .parsing import DTYPES, add_path, add_reading, count_or_auto, positive_or_auto, reading_options
+from .parsing import DTYPES, add_path, add_reading, knob, reading_options
 
-KNOBS = ("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens", "prompt_lookup_num_tokens")
+# the knobs that are options, and what their help says
+KNOBS = {
+    "num_assistant_tokens": "tokens drafted a round (default: the drafter's own)",
+    "draft_tree_top_k": "children of a node; above 1 trees are drafted instead of chains",
+    "draft_tree_total_tokens": "nodes of a tree, the root included",
+    "prompt_lookup_num_tokens": "tokens of a chain taken from the text, where its last tokens stood before; 0: none",
+}
 
 
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the pair and say how it is held and drafts."""
     add_path(parser, "--target", "folder or Hub repository of the model to speed up", required=True)
     add_path(parser, "--drafter", "folder or Hub repository of an EAGLE 3 or 3.1 drafter for it", required=True)
-    parser.add_argument(
-        "--num-assistant-tokens",
-        type=positive_or_auto,
-        help="tokens drafted a round, or auto (default: the drafter's own)",
-    )
-    parser.add_argument(
-        "--draft-tree-top-k",
-        type=positive_or_auto,
-        help="children of a node; above 1 trees are drafted instead of chains",
-    )
-    parser.add_argument("--draft-tree-total-tokens", type=positive_or_auto, help="nodes of a tree, the root included")
-    parser.add_argument(
-        "--prompt-lookup-num-tokens",
-        type=count_or_auto,
-        help="tokens of a chain taken from the text, where its last tokens stood before; 0 (none), or auto",
-    )
+    for name, what in KNOBS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=knob(name), help=f"{what}; or auto")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
     )

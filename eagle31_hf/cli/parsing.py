@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.knobs import MAX_TOKENS
+from ..checkpoints.knobs import LEAST, MAX_TOKENS
 from ..configuration import Eagle31Config
 from ..json_file import parse_value
 from ..names import refuse_unknown
@@ -102,17 +102,17 @@ share = number(0, 1)
 top_p = number(0, 1, above=True)
 
 
-def positive_or_auto(text: str) -> int | str:
-    """Reads a positive integer, or the word auto."""
-    return text if text == "auto" else positive(text)
+def knob(name: str) -> Callable[[str], int | str]:
+    """Returns a reader of a drafting knob that counts tokens: an integer of its range, or the word auto."""
+    number_of = integer(LEAST[name], MAX_TOKENS)
 
+    def read(text: str) -> int | str:
+        try:
+            return text if text == "auto" else number_of(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
-def count_or_auto(text: str) -> int | str:
-    """Reads an integer of at least 0, or the word auto."""
-    try:
-        return text if text == "auto" else integer(0, MAX_TOKENS)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+    return read
 
 
 def rate_or_none(text: str) -> float | None:
