@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import re
-import select
 import signal
 import sys
 from argparse import Namespace
@@ -68,7 +67,7 @@ class Stopped(KeyboardInterrupt):
 
 def explain(error: BaseException, args: Namespace | None) -> tuple[str, int] | None:
     """Returns the line for stderr and the exit status; None for a defect of this library, and for a closed output."""
-    if isinstance(error, BrokenPipeError) and output_is_closed():
+    if isinstance(error, BrokenPipeError):  # nobody reads stdout or stderr any more, as after `| head`
         return None
     for types, word, status in KINDS:
         if isinstance(error, types):
@@ -132,8 +131,6 @@ def as_program(run: Callable[[], int]) -> int:
         flush_outputs()
         die(stop.number)
     except BrokenPipeError:
-        if not output_is_closed():
-            raise
         flush_outputs()
         die(getattr(signal, "SIGPIPE", signal.SIGTERM))  # as C programs end
     finally:
@@ -148,20 +145,6 @@ def _status(run: Callable[[], int]) -> Any:
         if sys.stdout is not None:
             sys.stdout.flush()
         return end.code
-
-
-def output_is_closed() -> bool:
-    """Returns True where nobody reads stdout or stderr any more, as after `| head`."""
-    return any(_is_abandoned(stream) for stream in (sys.stdout, sys.stderr))
-
-
-def _is_abandoned(stream: Any) -> bool:
-    try:
-        poll = select.poll()
-        poll.register(stream.fileno(), select.POLLOUT)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # no file behind it, or a system without poll
-        return False
 
 
 def flush_outputs() -> None:
