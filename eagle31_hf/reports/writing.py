@@ -1,7 +1,6 @@
 """A report's files: report.json, report.md, report.html and its charts."""
 
 import re
-from itertools import count
 from pathlib import Path
 
 from ..storage.folders import replace_json, replacing
@@ -28,19 +27,10 @@ def write_report(folder: Path, report: Report, names: str) -> list[Path]:
     html = page(report, names, lambda chart: drawn[id(chart)]["svg"])
     for name, text in (("report.md", markdown(report)), ("report.html", html)):
         written.append(_replace(folder / name, text.encode()))
-    taken = set[str]()
-    for title, chart in charts:
-        stem = _free(re.sub(r"\W+", "-", f"{title} {chart.title}".lower()).strip("-")[:LONGEST], taken)
+    for i, (title, chart) in enumerate(charts):
+        stem = re.sub(r"\W+", "-", f"{i:02} {title} {chart.title}".lower()).strip("-")[:LONGEST]
         written += [_replace(pictures / f"{stem}.{form}", file) for form, file in drawn[id(chart)].items()]
     return written
-
-
-def _free(stem: str, taken: set[str]) -> str:
-    """Returns a name for a file that no other has, and takes it."""
-    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
-    found = next(name for name in names if name not in taken)
-    taken.add(found)
-    return found
 
 
 def _replace(path: Path, data: bytes) -> Path:
