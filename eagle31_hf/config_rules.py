@@ -11,6 +11,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 256
 MAX_SIZE = 2**24
 MAX_LENGTH = 2**31
+MAX_HEAD_DIM = 2**16
 MAX_ROPE_PARAMETERS = 32
 BOUNDS = {"num_hidden_layers": MAX_LAYERS, "sliding_window": MAX_LENGTH, "max_position_embeddings": MAX_LENGTH}
 FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
@@ -56,6 +57,8 @@ def _wrong_numbers(config: Any) -> Iterator[str]:
     wrong = [f"{name} is {getattr(config, name)}" for name in names if (getattr(config, name) or 0) <= 0]
     if wrong:
         yield f"{', '.join(wrong)}; expected sizes above 0"
+    if (config.head_dim or 0) > MAX_HEAD_DIM:
+        yield f"head_dim (of MLA qk_rope_head_dim) is {config.head_dim}; expected at most {MAX_HEAD_DIM}"
     if is_latent and (config.qk_norm or config.qk_rope_head_dim % 2):
         yield (
             f"MLA layers (kv_lora_rank={config.kv_lora_rank}) with qk_norm={config.qk_norm},"

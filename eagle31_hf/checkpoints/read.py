@@ -24,7 +24,7 @@ from .infer import build_config, check_computable, foreign_config
 from .knobs import read_knobs
 from .producers import NATIVE, identify
 from .sharing import reads_one_state
-from .tensors import MASK, Shapes, expected_tensors, native_names, refuse_other_graphs
+from .tensors import MASK, Shapes, expected_tensors, layer_count, native_names, refuse_other_graphs
 
 # Options that hold for the weights a config points to as well; `revision` and `subfolder` are of the repository with
 # the config.
@@ -209,7 +209,7 @@ def _complete(checkpoint: Checkpoint) -> None:
     names = {stored.name: name for name, stored in tensors.items()}
     if config.aux_hidden_state_layer_ids is not None:
         layer_ids.check(config.aux_hidden_state_layer_ids, f"{source}: config.json: aux_hidden_state_layer_ids")
-    expected = expected_tensors(config)
+    expected = _expected(config, tensors, source)
     if "d2t" in expected:
         checkpoint.made.update(_vocabulary_map(checkpoint))
     else:
@@ -227,7 +227,22 @@ def _complete(checkpoint: Checkpoint) -> None:
         if checkpoint.format != NATIVE and getattr(config, flag) and name in tensors:
             dropped[tensors.pop(name).name] = f"{flag} is on: the target's is used"
     _compare(checkpoint, expected, names)
+
+
+def _expected(config: Eagle31Config, tensors: Collection[str], source: str) -> Shapes:
+    """Returns the native names and shapes that the config asks for. Raises ValueError for one that nothing can be built
+    from, or of other layers than the tensors': before many of them are built."""
     check_computable(config, source)
+    layers = layer_count(tensors)
+    if config.num_hidden_layers != layers:
+        raise ValueError(
+            f"{source}: config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {layers};"
+            " expected as many."
+        )
+    try:
+        return expected_tensors(config)
+    except (ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{source}: config.json: {error}; expected the sizes and the rope of a drafter.") from error
 
 
 def _compare(checkpoint: Checkpoint, expected: Shapes, names: dict[str, str]) -> None:

@@ -1,12 +1,12 @@
-"""Names and shapes of a drafter's tensors: those its config implies, those of other producers, those of other networks.
-
-h drafter width, ht target width, n captured states, H heads, KV key-value heads, d head_dim, V target and Vd draft
-vocabulary.
-"""
+"""Names and shapes of a drafter's tensors: what its config implies, other producers write, other networks have."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
+from copy import deepcopy
+
+import torch
+from transformers import MODEL_MAPPING
 
 from ..configuration import Eagle31Config
 
@@ -118,66 +118,9 @@ def layer_count(shapes: Iterable[str]) -> int:
 def expected_tensors(config: Eagle31Config) -> Shapes:
     """Returns native names and shapes of all tensors of a checkpoint with this config.
 
-    This is the one description of the native format.
+    They are those of the drafter that transformers makes of it, which is built without memory for its weights. Raises
+    ArithmeticError or RuntimeError for sizes that no tensor can have.
     """
-    h, width = config.hidden_size, config.target_hidden_size
-    fused = config.num_aux_states * width
-    shapes = _linear("fc", h, fused, config.fc_bias) | {"norm.weight": (h,)}
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(config.num_aux_states)}
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (fused,)
-    if config.is_parallel:
-        shapes[MASK] = (fused,)
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, is_fused=i == 0).items()}
-    if not config.share_target_head:
-        shapes |= _linear("lm_head", config.draft_vocab_size, h)
-    if not config.share_target_embeddings:
-        shapes["embed_tokens.weight"] = (config.vocab_size, h)
-    if config.draft_vocab_size < config.vocab_size:
-        shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    return shapes
-
-
-def _linear(name: str, out_features: int, in_features: int, has_bias: bool = False) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": (out_features, in_features)}
-    return shapes | {f"{name}.bias": (out_features,)} if has_bias else shapes
-
-
-def _layer(config: Eagle31Config, is_fused: bool) -> Shapes:
-    h, width = config.hidden_size, config.intermediate_size
-    attention = _latent_attention if config.kv_lora_rank is not None else _grouped_attention
-    shapes: Shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
-    if is_fused:
-        shapes["hidden_norm.weight"] = (h,)
-    shapes |= {f"self_attn.{name}": shape for name, shape in attention(config, (2 if is_fused else 1) * h).items()}
-    for name, size, in_features in (("gate_proj", width, h), ("up_proj", width, h), ("down_proj", h, width)):
-        shapes |= _linear(f"mlp.{name}", size, in_features, config.mlp_bias)
-    return shapes
-
-
-def _grouped_attention(config: Eagle31Config, in_features: int) -> Shapes:
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    shapes = _linear("o_proj", config.hidden_size, q, config.attention_bias)
-    for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-        shapes |= _linear(name, size, in_features, config.attention_bias)
-    if config.qk_norm:
-        shapes |= {"q_norm.weight": (config.head_dim,), "k_norm.weight": (config.head_dim,)}
-    return shapes
-
-
-def _latent_attention(config: Eagle31Config, in_features: int) -> Shapes:
-    heads, bias = config.num_attention_heads, config.attention_bias
-    q_rank, rank = config.q_lora_rank, config.kv_lora_rank
-    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-    shapes = (
-        _linear("kv_a_proj_with_mqa", rank + rope, in_features, bias)
-        | {"kv_a_layernorm.weight": (rank,)}
-        | _linear("kv_b_proj", heads * (nope + config.v_head_dim), rank)
-        | _linear("o_proj", config.hidden_size, heads * config.v_head_dim, bias)
-    )
-    if q_rank is None:
-        return shapes | _linear("q_proj", heads * (nope + rope), in_features)
-    queries = _linear("q_a_proj", q_rank, in_features, bias) | _linear("q_b_proj", heads * (nope + rope), q_rank)
-    return shapes | queries | {"q_a_layernorm.weight": (q_rank,)}
+    with torch.device("meta"):
+        drafter = MODEL_MAPPING[Eagle31Config](deepcopy(config))  # a model writes to its config
+    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}

@@ -754,6 +754,7 @@ def test_a_header_of_names_nobody_gives(names, folder):
     refused(folder, WEIGHTS, "its header is to have|a tensor is named|control characters")
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 NATIVE_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "a_billion_layers": (
         {"num_hidden_layers": 10**9, "layer_types": None},
@@ -773,7 +774,24 @@ NATIVE_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "a_dtype_of_a_number": ({"dtype": 3}, "config.json.*dtype"),
     "a_dtype_of_integers": ({"dtype": "int8"}, "dtype is torch.int8|dtype is int8.*expected float32"),
     "a_dtype_nobody_knows": ({"dtype": "float31"}, "config.json.*float31"),
-    "one_layer_less": ({"num_hidden_layers": 1}, "unexpected.*layers.1..*Expected exactly"),
+    "one_layer_less": ({"num_hidden_layers": 1}, "num_hidden_layers=1, the weights have 2; expected as many"),
+    "many_layers": ({"num_hidden_layers": 256, "layer_types": None}, "=256, the weights have 2; expected as many"),
+    "a_head_of_millions": ({"head_dim": 2**24}, "head_dim .* is 16777216; expected at most 65536"),
+    "a_head_of_millions_of_its_width": (
+        {"hidden_size": 2**24, "target_hidden_size": 2**24, "num_attention_heads": 1, "num_key_value_heads": 1}
+        | {"head_dim": None},
+        "head_dim .* is 16777216; expected at most 65536",
+    ),
+    "sizes_that_overflow": (
+        dict.fromkeys(("hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads"), 2**24)
+        | {"head_dim": 2**16},
+        "config.json: .*overflow.*; expected the sizes",
+    ),
+    "a_rope_that_overflows": (
+        {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_norm": False}
+        | {"rope_parameters": YARN | {"mscale_all_dim": 1e200}},
+        "config.json: .*expected the sizes and the rope of a drafter",
+    ),
     "a_norm_less": ({"fc_norm": False}, "unexpected.*fc_norm.0.weight.*fc_norm, norm_before_fc"),
     "both_norms": ({"norm_before_fc": True}, "fc_norm and norm_before_fc are both true.*expected at most one"),
     "another_width": ({"hidden_size": 40, "target_hidden_size": 40}, "has shape.*expected.*Check the sizes there"),
