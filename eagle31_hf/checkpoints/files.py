@@ -186,8 +186,6 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
                 f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}; expected each tensor once."
             )
         tensors |= stored
-    if index is not None:
-        _check_index(folder / name, index, tensors)
     files = tuple(folder / shard for shard in shards) + (() if index is None else (folder / name,))
     return CheckpointFiles(source, folder, config, tensors, files, metadata)
 
@@ -242,20 +240,6 @@ def read_index(path: Path) -> dict[str, str]:
     if len(set(index.values())) > MAX_SHARDS:
         raise ValueError(f"{path}: names {len(set(index.values()))} files; expected at most {MAX_SHARDS}.")
     return index
-
-
-def _check_index(path: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    for name, stored in tensors.items():
-        if index.get(name) != stored.file.name:
-            raise ValueError(
-                f"{path}: {name} is in {stored.file.name}, the index says {index.get(name)}; expected them to agree."
-            )
-    # buffers are often listed but not saved
-    absent = sorted(name for name in index.keys() - tensors.keys() if "rotary_emb" not in name)
-    if absent:
-        raise ValueError(
-            f"{path}: names {absent[0]} in {index[absent[0]]}, which does not hold it; expected them to agree."
-        )
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
