@@ -52,9 +52,7 @@ def foreign_config(
         if name.endswith("fc.weight") or stored.dtype in FLOATS
     )
     fields["dtype"] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
-    config = build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
-    notes += [caution for applies, caution in producer.cautions if applies(config)]
-    return config
+    return build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
 
 
 def _check_ambiguous(producer: Producer, fields: dict[str, Any], overrides: Mapping[str, Any], source: str) -> None:

@@ -14,15 +14,13 @@ class Producer:
     """A library or model family that writes checkpoints, and the ways in which these differ from others.
 
     `detect` returns the sign by which a checkpoint is this producer's, or None. `convention` is how it counts the layer
-    ids it nests in `eagle_config` (see `layer_ids`), None where it has counted in both ways. `cautions` say how its
-    training differs from what engines compute, each with a test of whether it concerns a drafter's config.
+    ids it nests in `eagle_config` (see `layer_ids`), None where it has counted in both ways.
     """
 
     name: str
     detect: Callable[[CheckpointFiles], str | None]
     convention: str | None = None
     norm_output_had_two_meanings: bool = False
-    cautions: tuple[tuple[Callable[[Eagle31Config], bool], str], ...] = ()
 
 
 def architecture(config: dict[str, Any]) -> str:
@@ -119,25 +117,6 @@ def _has_midlayer(files: CheckpointFiles) -> bool:
     return any(name.startswith("midlayer.") for name in files.tensors)
 
 
-# Seen with nvidia-modelopt 0.47, nemo-automodel 0.7 and angelslim 0.5 (tests/peers/producer_fixtures.py).
-MODELOPT = (
-    (
-        lambda c: True,
-        "ModelOpt's trainer also norms the fused state with input_layernorm, which engines and this library do not",
-    ),
-)
-NEMO = (
-    (
-        lambda c: c.kv_lora_rank is not None and c.rope_parameters["rope_type"] == "yarn",
-        "NeMo trains MLA drafters with a YaRN temperature of its own; engines and this library use DeepSeek's",
-    ),
-)
-ANGELSLIM = (
-    (
-        lambda c: c.rope_parameters["rope_theta"] != 10000.0,
-        "AngelSlim's trainer rotates at base 10000 whatever rope_theta says; the config is obeyed, as engines do",
-    ),
-)
 NATIVE = "eagle31_hf"
 SPECULATORS = "speculators"
 EXPORTED_BY = "exported_by"
@@ -149,9 +128,12 @@ PRODUCERS = (
     ),
     Producer("TorchSpec (MLA)", _torchspec_mla),  # LightSeek's Kimi heads count either way
     Producer("TorchSpec", _torchspec, "output"),
-    Producer("NVIDIA ModelOpt", _modelopt, cautions=MODELOPT),
-    Producer("NeMo Automodel", _nemo, "output", cautions=NEMO),
-    Producer("AngelSlim", _angelslim, "boundary", cautions=ANGELSLIM),
+    # These three train what neither engines nor this library compute (nvidia-modelopt 0.47, nemo-automodel 0.7,
+    # angelslim 0.5): ModelOpt norms the fused state with input_layernorm, too; NeMo's MLA has a YaRN temperature of its
+    # own; AngelSlim rotates at base 10000, whatever rope_theta says.
+    Producer("NVIDIA ModelOpt", _modelopt),
+    Producer("NeMo Automodel", _nemo, "output"),
+    Producer("AngelSlim", _angelslim, "boundary"),
     Producer("nebius", has_key("truncated_vocab_size")),
     Producer("original EAGLE 3 release", _original, "output"),
     Producer("SpecForge", _specforge, "output", norm_output_had_two_meanings=True),
