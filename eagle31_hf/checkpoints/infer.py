@@ -83,10 +83,7 @@ def _add_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, ov
             )
         return
     if stated is False:
-        raise ValueError(
-            f"{source}: config.json says parallel_drafting=False, the weights have {MASK}, of a P-EAGLE drafter;"
-            " expected both or neither."
-        )
+        raise keys.contradicted(source, "parallel_drafting", stated, f"{MASK}, of a P-EAGLE drafter", "both or neither")
     if is_asked:
         return
     tokens = keys.mask_tokens(files.config)
@@ -104,10 +101,7 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
     for flag, sign in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
         stated, shown = fields.get(flag), sign in shapes
         if stated is not None and stated != shown:
-            raise ValueError(
-                f"{source}: config.json says {flag}={stated}, the weights have {'a' if shown else 'no'} {sign};"
-                " expected both or neither."
-            )
+            raise keys.contradicted(source, flag, stated, f"{'a' if shown else 'no'} {sign}", "both or neither")
         if shown and stated is None:
             notes.append(f"{flag} is on: the weights have {sign}, though config.json does not say so")
         fields[flag] = shown
@@ -149,34 +143,24 @@ def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[
     ):
         size = shape[0] if shape else None
         if fields.setdefault(name, size) != size and size is not None:
-            raise ValueError(
-                f"{source}: config.json says {name}={str(fields[name])[:80]}, the weights have {size}; expected the"
-                " same."
-            )
+            raise keys.contradicted(source, name, fields[name], size, "the same")
     heads = fields.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
-        raise ValueError(
-            f"{source}: config.json: num_attention_heads is {heads!r}; expected a number, which the weights do not"
-            " tell."
-        )
+        raise keys.wrong(source, "num_attention_heads", heads, "a number, which the weights do not tell")
     fields.setdefault("num_key_value_heads", heads)
     rows = {
         name: shapes[name][0] for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t") if shapes.get(name)
     }
     size = fields.setdefault("vocab_size", rows.get("t2d", rows.get("embed_tokens.weight")))
     if type(size) is not int:
-        raise ValueError(
-            f"{source}: config.json: vocab_size is {size!r}; expected the target's, which these weights do not tell."
-        )
+        raise keys.wrong(source, "vocab_size", size, "the target's, which these weights do not tell")
     table = rows.get("embed_tokens.weight", size)
     if table > size and vocab.same_vocabulary(table, size):
         notes.append(f"the embedding has {table} rows for a vocabulary of {size}: padding, kept")
         fields["vocab_size"] = table
     drafted, stated = rows.get("lm_head.weight", rows.get("d2t", fields["vocab_size"])), fields.get("draft_vocab_size")
     if stated not in (None, drafted) and not (stated == size and drafted == fields["vocab_size"]):
-        raise ValueError(
-            f"{source}: config.json says draft_vocab_size={stated}, the weights have {drafted} rows; expected as many."
-        )
+        raise keys.contradicted(source, "draft_vocab_size", stated, f"{drafted} rows", "as many")
     fields["draft_vocab_size"] = drafted
 
 
@@ -233,10 +217,7 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
             " whichever is wrong."
         )
     if ids and stated is not None and stated != len(ids):
-        raise ValueError(
-            f"{source}: config.json: num_aux_hidden_states is {stated}, but {ids} are {len(ids)} layer ids; expected as"
-            " many."
-        )
+        raise keys.wrong(source, "num_aux_hidden_states", stated, f"{len(ids)}, as many as there are layer ids: {ids}")
     if not ids and count != 3:
         raise ValueError(
             f"{source}: fc.weight reads {count} states, config.json does not say of which layers; pass"
@@ -257,10 +238,7 @@ def check_computable(config: Eagle31Config, source: str) -> None:
     """Raises ValueError for an activation or a rope that transformers cannot compute, before anything is built or
     written."""
     if config.hidden_act not in ACT2FN:
-        raise ValueError(
-            f"{source}: config.json: hidden_act is {config.hidden_act[:80]!r}; expected one of transformers'"
-            " activations."
-        )
+        raise keys.wrong(source, "hidden_act", config.hidden_act, "one of transformers' activations")
     try:
         frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
         reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
@@ -270,8 +248,5 @@ def check_computable(config: Eagle31Config, source: str) -> None:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        rope = str(config.rope_parameters)[:200]
-        raise ValueError(
-            f"{source}: config.json: rope_parameters are {rope}; expected a rope of transformers, complete"
-            f" ({reason[:200]})."
-        )
+        expected = f"a rope of transformers, complete ({reason[:200]})"
+        raise keys.wrong(source, "rope_parameters", config.rope_parameters, expected)

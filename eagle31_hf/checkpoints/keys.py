@@ -34,6 +34,18 @@ OTHER_GRAPH_KEYS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the token that is a mask in P-EAGLE
 SPECULATORS_TYPES = ("eagle3", "peagle", None)
 SPECULATORS_LAYERS = ("llama", "qwen3")
+MAX_SHOWN = 200  # characters of a value in a message
+
+
+def wrong(source: str, key: str, value: Any, expected: str) -> ValueError:
+    """Returns the error for a value of config.json that cannot be; `expected` ends without a full stop."""
+    return ValueError(f"{source}: config.json: {key} is {repr(value)[:MAX_SHOWN]}; expected {expected}.")
+
+
+def contradicted(source: str, key: str, value: Any, weights: Any, expected: str) -> ValueError:
+    """Returns the error for a value of config.json beside what the weights have, which is something else."""
+    shown = repr(value)[:MAX_SHOWN]
+    return ValueError(f"{source}: config.json says {key}={shown}, the weights have {weights}; expected {expected}.")
 
 
 def eagle_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,10 +66,7 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
     _object(config, "speculators_config", source)
     kind = _speculators_kind(config)
     if kind not in SPECULATORS_TYPES:
-        raise ValueError(
-            f"{source}: config.json: speculators_model_type is {kind!r}; expected 'eagle3' or 'peagle', the kinds read"
-            " here."
-        )
+        raise wrong(source, "speculators_model_type", kind, "'eagle3' or 'peagle', the kinds read here")
 
 
 def _speculators_kind(config: dict[str, Any]) -> Any:
@@ -107,16 +116,10 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Returns a flat config: speculators nests the geometry in transformer_layer_config, with the flags outside."""
     if "transformer_layer_config" not in config:
         return config
-    inner = config["transformer_layer_config"]
-    if not isinstance(inner, dict):
-        raise ValueError(
-            f"{source}: config.json: transformer_layer_config is a {type(inner).__name__}; expected an object."
-        )
-    if inner.get("model_type") not in SPECULATORS_LAYERS:
-        raise ValueError(
-            f"{source}: config.json: transformer_layer_config.model_type is {inner.get('model_type')!r}; "
-            f"expected one of {SPECULATORS_LAYERS}."
-        )
+    inner = _object(config, "transformer_layer_config", source)
+    kind = inner.get("model_type")
+    if kind not in SPECULATORS_LAYERS:
+        raise wrong(source, "transformer_layer_config.model_type", kind, f"one of {SPECULATORS_LAYERS}")
     outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
     verifier = _object(_object(config, "speculators_config", source), "verifier", source)
     return inner | outer | {"target_model": verifier.get("name_or_path")}
@@ -125,7 +128,7 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
 def _object(config: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{source}: config.json: {key} is {repr(value)[:80]}; expected an object or null.")
+        raise wrong(source, key, value, "an object or null")
     return value
 
 
@@ -148,7 +151,7 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
         if value is not None
     ]
     if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):
-        raise ValueError(f"{source}: config.json: rope_theta is {thetas}; expected a number above 0.")
+        raise wrong(source, "rope_theta", thetas, "a number above 0")
     if len(set(thetas)) > 1:
         raise ValueError(
             f"{source}: config.json states rope_theta as {' and '.join(map(str, thetas))}; expected one value. "

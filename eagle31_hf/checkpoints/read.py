@@ -235,10 +235,7 @@ def _expected(config: Eagle31Config, tensors: Collection[str], source: str) -> S
     check_computable(config, source)
     layers = layer_count(tensors)
     if config.num_hidden_layers != layers:
-        raise ValueError(
-            f"{source}: config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {layers};"
-            " expected as many."
-        )
+        raise keys.contradicted(source, "num_hidden_layers", config.num_hidden_layers, layers, "as many")
     try:
         return expected_tensors(config)
     except (ArithmeticError, RuntimeError) as error:

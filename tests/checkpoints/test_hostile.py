@@ -521,7 +521,7 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "zero_heads": ({"num_attention_heads": 0}, "num_attention_heads is 0.*expected"),
     "zero_states": ({"num_aux_hidden_states": 0}, "0.*expected"),
     "states_of_words": ({"num_aux_hidden_states": "three"}, "three.*expected"),
-    "four_states": ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4.*3 layer ids.*expected"),
+    "four_states": ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; expected 3, as many as"),
     "a_flag_of_words": ({"norm_output": "false"}, "norm_output.*expected|Expected|not"),
     "another_width": ({"hidden_size": 21}, "config.json says hidden_size=21, the weights have 20.*expected"),
     "width_of_an_object": ({"hidden_size": {}}, "hidden_size|fc.weight.*expected|Expected|not"),
@@ -584,7 +584,7 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a_layer_of_words": (
         {"transformer_layer_config": "llama"},
-        "transformer_layer_config is a str.*expected an object",
+        "transformer_layer_config is 'llama'; expected an object",
     ),
     "a_layer_of_another_kind": (
         {"transformer_layer_config": SIZES | {"model_type": "gpt2"}},
