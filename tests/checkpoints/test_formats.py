@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from close import assert_close
-from factories import DRAFT_VOCAB, VOCAB, WIDTH, inputs, target
+from factories import DRAFT_VOCAB, VOCAB, WIDTH, build, inputs, target
 from folders import edited
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
@@ -400,3 +400,12 @@ def test_an_unknown_convention_is_refused(tmp_path):
     SPECFORGE.write(tmp_path)
     with pytest.raises(ValueError, match="aux_layer_convention is 'outputs'; expected one of"):
         Eagle31DrafterModel.from_pretrained(tmp_path, aux_layer_convention="outputs")
+
+
+def test_an_activation_with_weights_of_its_own_is_saved_and_loaded(tmp_path):
+    drafter = build(hidden_act="prelu")
+    drafter.save_pretrained(tmp_path)
+    loaded = Eagle31DrafterModel.from_pretrained(tmp_path).state_dict()
+    assert any("act_fn" in name for name in loaded)
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
