@@ -12,12 +12,7 @@ from torch import Tensor
 from .operation import operation, why_torch
 
 
-def _shapes_of_path(ids: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    paths = ids.new_empty(len(ids), others[-1])
-    return paths, torch.empty_like(paths), ids.new_empty(len(ids), 1)
-
-
-@operation(shapes=_shapes_of_path)
+@operation()
 def accepted_path(
     ids: Tensor,
     parents: Tensor,
@@ -53,7 +48,7 @@ def accepted_path(
     return path, tokens, num_tokens
 
 
-@operation(shapes=lambda buffers, starts, path, counts: None, mutates=("buffers",))
+@operation(mutates=("buffers",))
 def move_path(buffers: list[Tensor], starts: Tensor, path: Tensor, counts: Tensor) -> None:
     """Copies, in each buffer (B, H, C, D), the slots `starts[b] + path[b, i]` to `starts[b] + i` for i < `counts[b]`.
 

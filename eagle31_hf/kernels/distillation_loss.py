@@ -107,22 +107,7 @@ def weighted_sum(parts: list[tuple[float, Distance]]) -> Distance:
     return distance, sum(neg_grads[1:], neg_grads[0])
 
 
-def _shapes(
-    logits: Tensor,
-    p: Tensor,
-    coverage: Tensor,
-    negentropy: Tensor,
-    best: Tensor,
-    which: Tensor,
-    weights: Tensor,
-    hard: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    distance = weights.new_empty(logits.shape[0], dtype=torch.float32)
-    is_right = torch.empty_like(distance, dtype=torch.bool)
-    return distance, torch.empty_like(distance), is_right, logits.new_empty(logits.shape)
-
-
-@operation(shapes=_shapes)
+@operation()
 def distillation_loss(
     logits: Tensor,
     p: Tensor,

@@ -12,14 +12,7 @@ from .operation import operation
 IMPOSSIBLE = float("-inf")
 
 
-def _shapes_of_likeliest(
-    logits: Tensor, k: int, temperature: float, target_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    shape = (*logits.shape[:2], k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.long)
-
-
-@operation(shapes=_shapes_of_likeliest)
+@operation()
 def likeliest_tokens(logits: Tensor, k: int, temperature: float, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draft logits (B, F, Vd) -> the log-probabilities of the k largest in softmax(logits / temperature), fp32 and
     descending, and their ids, both (B, F, k). Of equal logits the smaller column comes first. Where a node's logits
@@ -36,13 +29,7 @@ def likeliest_tokens(logits: Tensor, k: int, temperature: float, target_ids: Ten
     return values, columns if target_ids is None else target_ids[columns]
 
 
-def _shapes_of_level(log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int) -> tuple[Tensor, ...]:
-    b, f, k = log_probs.shape
-    nodes = scores.new_empty(b, width)
-    return scores.new_empty(b, f * k), nodes, bits.new_empty(b, width), bits.new_empty(b, width)
-
-
-@operation(shapes=_shapes_of_level)
+@operation()
 def next_level(
     log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,13 +52,7 @@ def next_level(
     )
 
 
-def _shapes_of_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b = len(scores)
-    nodes = parents.new_empty(b, count + 1)
-    return parents.new_empty(b, count), parents.new_empty(b, count), nodes, torch.empty_like(nodes)
-
-
-@operation(shapes=_shapes_of_tree)
+@operation()
 def best_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tree of the `count` best candidates, at most 63, of C.
 

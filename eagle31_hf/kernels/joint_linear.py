@@ -12,7 +12,7 @@ from .operation import operation
 from .silu_mul import silu_mul
 
 
-@operation(shapes=lambda x, weights, biases: x.new_empty(*x.shape[:-1], sum(map(len, weights))))
+@operation()
 def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """Multiplies x (..., K) by up to three weights (N, K) each, and adds a bias (N,) of each, unless there are none
     -> (..., the sum of all N), in the order of the weights."""
@@ -21,7 +21,7 @@ def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tens
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-@operation(shapes=lambda x, gate, up: x.new_empty(*x.shape[:-1], len(up)))
+@operation()
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """Multiplies x (..., K) by two weights (N, K), and SiLU of the first product by the second -> (..., N). Both
     products are rounded, as those of linear layers are."""

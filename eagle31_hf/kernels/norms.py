@@ -15,12 +15,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _sum_shapes(x: Tensor, *args) -> tuple[Tensor, Tensor]:
-    normed, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    return normed, total
-
-
-@operation(shapes=_sum_shapes)
+@operation()
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of x and the residual (..., h), rounded to the dtype of x, and the RMSNorm of that rounded sum:
     (normed, sum), both contiguous. Without a residual the sum is a copy of x."""
@@ -29,11 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return _normed(total, weight, eps).to(x.dtype), total
 
 
-@operation(
-    shapes=lambda ids, table, table_weight, state, state_weight, eps: torch.empty_like(
-        torch.cat((state, state), dim=-1)
-    )
-)
+@operation()
 def embed_norms(
     ids: Tensor, table: Tensor, table_weight: Tensor, state: Tensor, state_weight: Tensor, eps: float
 ) -> Tensor:
@@ -46,7 +37,7 @@ def embed_norms(
     return torch.cat(parts, dim=-1).to(state.dtype)
 
 
-@operation(shapes=lambda states, weights, eps: torch.empty_like(states))
+@operation()
 def state_norms(states: Tensor, weights: list[Tensor], eps: float) -> Tensor:
     """The RMSNorm of each of the n captured states of a token by its own weight: states (B, T, n*ht), n weights
     (ht,) -> (B, T, n*ht)."""

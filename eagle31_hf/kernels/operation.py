@@ -23,7 +23,7 @@ class Operation:
     the function `name` of the module beside it, `x_triton.py`, which takes the same arguments.
     """
 
-    def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...], shapes: Callable[..., Any]):
+    def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...], shapes: Callable[..., Any] | None):
         self.reference = reference
         self.name = reference.__name__
         self.module = f"{reference.__module__}_triton"
@@ -38,7 +38,7 @@ class Operation:
 
         self.run = run
         self._op = torch.library.custom_op(f"eagle31::{self.name}", run, mutates_args=mutates)
-        self._op.register_fake(shapes)
+        self._op.register_fake(shapes or reference)
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +49,12 @@ class Operation:
         return getattr(import_module(self.module), self.name)
 
 
-def operation(shapes: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operation]:
-    """Makes an `Operation` of the reference that is decorated. `shapes`: the same arguments -> empty tensors of the
-    shapes it returns, for tensors without data; `mutates`: names of the arguments it writes to."""
+def operation(
+    mutates: tuple[str, ...] = (), shapes: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Operation]:
+    """Makes an `Operation` of the reference that is decorated. `mutates`: names of the arguments it writes to;
+    `shapes`: the same arguments -> what it returns, for tensors without data. None: the reference tells; not where its
+    strides differ from the kernel's."""
 
     def made(reference: Callable[..., Any]) -> Operation:
         OPERATIONS[reference.__name__] = Operation(reference, mutates, shapes)

@@ -15,7 +15,7 @@ def weight_values(weight: Tensor) -> Tensor:
     return weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
 
 
-@operation(shapes=lambda x, weight, scale, bias: x.new_empty(*x.shape[:-1], len(weight)))
+@operation()
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiplies x (..., K) by a weight (N, K), see `weight_values`, whose rows `scale` (N,) multiplies, and adds a
     bias (N,) -> (..., N). Sums are in fp32, rounded once."""

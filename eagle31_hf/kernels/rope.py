@@ -10,7 +10,7 @@ from torch import Tensor
 from .operation import operation
 
 
-@operation(shapes=lambda new, buffers, starts: None, mutates=("buffers",))
+@operation(mutates=("buffers",))
 def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
     """Writes keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), strided as they may be, to the buffers (B, Hkv, C, D) and
     (B, Hkv, C, Dv), contiguous in their last dimension. `starts` (B, 1) int64. No slot lies outside the buffers: the
@@ -24,7 +24,7 @@ def _rotated_queries(qkv: list[Tensor], *args) -> Tensor:
     return torch.empty_like(qkv[0], memory_format=torch.contiguous_format)
 
 
-@operation(shapes=_rotated_queries, mutates=("buffers",))
+@operation(mutates=("buffers",), shapes=_rotated_queries)
 def rope_append(
     qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
 ) -> Tensor:

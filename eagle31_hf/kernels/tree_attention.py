@@ -15,11 +15,7 @@ MOST_NEW = 63  # new tokens that a query's bits can tell apart
 START, BEGIN, BITS = range(3)  # columns of `spans`
 
 
-@operation(
-    shapes=lambda q, keys, values, spans, num_new, scale, softcap, sinks: q.new_empty(
-        q.shape[0], q.shape[2], q.shape[1], values.shape[3]
-    )
-)
+@operation()
 def tree_attention(
     q: Tensor,
     keys: Tensor,
