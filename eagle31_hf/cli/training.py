@@ -219,10 +219,8 @@ def read_data(
     return data
 
 
-def starting_drafter(
-    args: argparse.Namespace, target: Any, tokenizer: Any, data: Any
-) -> tuple[Any, dict[str, float] | None]:
-    """Returns the drafter to train, and the shares that a new one's draft vocabulary covers."""
+def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data: Any) -> tuple[Any, float | None]:
+    """Returns the drafter to train, and the share of the answers' tokens that a new one's draft vocabulary covers."""
     from ..training.recipe import draft_vocabulary, loaded_drafter, untrained_drafter
 
     fields = dict(args.field)

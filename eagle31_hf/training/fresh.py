@@ -13,14 +13,11 @@ from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
 from ..targets.ends import shape_of, weight_of
 from .ends import TargetEnds, ends_of
-from .losses import TargetDistribution
 from .packing import tokens_at
 from .shapes import drafter_fields
-from .target import TargetReader
 
 HEADS = ("target", "scratch")
 COUNTED_AT_ONCE = 2**16  # tokens
-STATES_AT_ONCE = 256  # of which the target's logits are computed
 
 
 def new_drafter(
@@ -105,17 +102,3 @@ def choose_vocabulary(counts: Tensor, size: int, always: Iterable[int]) -> tuple
     forced[always] = counts.max() + 1
     ids = vocab.most_frequent_ids(forced, size)
     return ids, float(counts[ids].sum() / counts.sum().clamp(min=1))
-
-
-@torch.no_grad()
-def mass_covered(examples: Iterable[dict[str, Tensor]], draft_ids: Tensor, reader: TargetReader | TargetEnds) -> float:
-    """Returns the probability that the target gives to a draft vocabulary (Vd,), averaged over the tokens of the
-    examples' answers."""
-    masses = list[Tensor]()
-    for example in examples:
-        ids, answers = torch.as_tensor(example["input_ids"])[None], torch.as_tensor(example["answers"]).bool()
-        last = example["last_states"] if "last_states" in example else reader.read(ids, torch.ones_like(ids))[1][0]
-        before = last[:-1][answers[1:]]  # the states from which the target predicts an answer's tokens
-        for part in before.split(STATES_AT_ONCE):
-            masses.append(TargetDistribution.from_logits(reader.logits(part), draft_ids).coverage.cpu())
-    return float(torch.cat(masses).mean()) if masses else 0.0

@@ -26,17 +26,15 @@ from ..version import __version__
 from .answers import stop_ids
 from .ends import TargetEnds
 from .engine_states import EngineStates, StreamedStates
-from .fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
+from .fresh import choose_vocabulary, count_answers, new_drafter
 from .output import once_a_machine
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
 from .prepare import prepare_data
 from .records import identity
-from .shapes import layer_ids_for
 from .store import MANIFEST, HiddenStateStore, read_manifest
-from .target import StoredTarget, TargetReader
+from .target import StoredTarget
 
-FOR_COVERAGE = 16  # examples on which the target's probability of a draft vocabulary is measured
 EVAL_DATA = "eval-data"  # folder of what is evaluated on
 WORTH_TELLING = 0.05  # of the time
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
@@ -219,26 +217,18 @@ def draft_vocabulary(
     data: TrainingData,
     size: int | None,
     progress: Progress,
-) -> tuple[Tensor | None, dict[str, float] | None]:
+) -> tuple[Tensor | None, float | None]:
     """Chooses the `size` target ids (Vd,) that a new drafter can propose: the most frequent ones of the answers.
 
-    Returns them with the shares they cover of the answers' tokens and of the target's probability; None for both where
-    the drafter proposes every id (`size` None, or the target's vocabulary). Raises ValueError for a size that cannot
-    be.
+    Returns them with the share of the answers' tokens they cover; None for both where the drafter proposes every id
+    (`size` None, or the target's vocabulary). Raises ValueError for a size that cannot be.
     """
     vocab_size = shape_of(target.get_input_embeddings())[0]
     if size is None or size == vocab_size:
         return None, None
-    ids, tokens = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
-    layer_ids = layer_ids_for(target.config.get_text_config(decoder=True))
-    reader = target if isinstance(target, TargetEnds) else TargetReader(target, layer_ids)
-    examples = data.held_out or data.train
-    mass = mass_covered((examples[i] for i in range(min(FOR_COVERAGE, len(examples)))), ids, reader)
-    progress(
-        f"a draft vocabulary of {len(ids):,} covers {tokens:.2%} of the answers' tokens, {mass:.2%} of the target's"
-        " probability"
-    )
-    return ids, {"tokens": tokens, "probability": mass}
+    ids, share = choose_vocabulary(count_answers(data.train, vocab_size), size, stop_ids(target, tokenizer))
+    progress(f"a draft vocabulary of {len(ids):,} covers {share:.2%} of the answers' tokens")
+    return ids, share
 
 
 def loaded_drafter(

@@ -4,12 +4,9 @@ import pytest
 import torch
 from close import assert_close
 from conftest import VOCAB, build_target
-from torch.nn.functional import softmax
 
-from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training import fresh
-from eagle31_hf.training.fresh import choose_vocabulary, count_answers, mass_covered, new_drafter
-from eagle31_hf.training.target import TargetReader
+from eagle31_hf.training.fresh import choose_vocabulary, count_answers, new_drafter
 
 KINDS = ("llama", "qwen3", "gpt2", "gemma3_window_8", "mistral_window_8")
 SOME = torch.tensor([9, 2, 5, 0])
@@ -81,12 +78,3 @@ def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text(monkey
 def test_a_size_that_cannot_be_is_refused(size):
     with pytest.raises(ValueError, match=f"to have {size} ids; expected 2 to {VOCAB}"):
         choose_vocabulary(torch.ones(VOCAB), size, always=[1, 2])
-
-
-def test_covered_mass_is_the_targets_on_the_answers():
-    target = build_target()
-    tokens = torch.arange(9)[None] % VOCAB
-    _, logits = target_states(target, tokens, [1])
-    p = softmax(logits[0].float(), -1)[:, SOME].sum(-1)
-    example = {"input_ids": tokens[0], "answers": torch.tensor([False] * 4 + [True] * 5)}
-    assert mass_covered([example], SOME, TargetReader(target, [1])) == pytest.approx(p[3:8].mean().item(), abs=1e-5)

@@ -126,10 +126,9 @@ def test_regenerated_examples_are_read_from_their_store_by_another_run(target, s
 
 def test_a_new_drafter_proposes_the_answers_frequent_tokens(reader, target, source, told):
     data = reader.training_data(source, None, 0)
-    ids, coverage = draft_vocabulary(target, reader.tokenizer, data, 9, told.append)
+    ids, share = draft_vocabulary(target, reader.tokenizer, data, 9, told.append)
     assert len(ids) == 9
-    assert 0 < coverage["tokens"] < 1
-    assert 0 < coverage["probability"] < 1
+    assert 0 < share < 1
     assert "a draft vocabulary of 9 covers" in told[-1]
     drafter = untrained_drafter(target, ids, data, fields={"fc_norm": False})
     assert drafter.draft_to_target_ids().tolist() == ids.tolist()
