@@ -63,32 +63,28 @@ class Evaluation:
         self.draft_to_target = draft_to_target
         self.stop_ids = stop_ids
         self.sums: Tensor | None = None
-        self.walked = torch.zeros(3 + settings.depth, dtype=torch.float64)
+        self.walked = torch.zeros(2 + settings.depth, dtype=torch.float64)
 
     def add(self, batch: Batch, outputs: dict[str, Any]) -> None:
         """Adds a batch and what the objective returned for it."""
         self.sums = outputs["sums"] if self.sums is None else self.sums + outputs["sums"]
-        hits, acceptance = self.drafts_of(batch, outputs["record"], outputs["figures"])
+        hits = self.hits_of(batch, outputs["record"], outputs["figures"])
         for sequence, start, end in answers_of(batch.answers, batch.documents):
             stops = int(batch.input_ids[sequence, end - 1]) in self.stop_ids
             chains = slice(start - 1, end - 2)  # the chain that begins with a token is that of the position before it
-            self.walked += walk(hits[:, sequence, chains], acceptance[:, sequence, chains], stops)
+            self.walked += walk(hits[:, sequence, chains], stops)
 
-    def drafts_of(self, batch: Batch, record: UnrollRecord, figures: PredictionFigures) -> tuple[Tensor, Tensor]:
-        """Returns, by depth and chain, whether the draft is the text's token, and the probability that rejection
-        sampling keeps it: both (K, B, T)."""
+    def hits_of(self, batch: Batch, record: UnrollRecord, figures: PredictionFigures) -> Tensor:
+        """Returns, by depth and chain, whether the draft is the text's token: (K, B, T)."""
         shape = (self.settings.depth, *batch.input_ids.shape)
         hits = torch.zeros(shape, dtype=torch.bool, device=batch.input_ids.device)
-        acceptance = torch.zeros(shape, device=batch.input_ids.device)
         guesses = record.by_depth(
             figures.guess if self.draft_to_target is None else self.draft_to_target[figures.guess]
         )
-        kept = record.by_depth(figures.acceptance)
         for k, at in enumerate(zip(record.sequence, record.position, strict=True)):
             sequence, position = at
             hits[k][at] = guesses[k] == batch.input_ids[sequence, position + 2 + k]
-            acceptance[k][at] = kept[k]
-        return hits, acceptance
+        return hits
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns `loss`, every figure by depth (`accuracy_1` is of the first drafted token), and the accepted lengths

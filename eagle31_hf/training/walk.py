@@ -12,15 +12,13 @@ from torch import Tensor
 from .documents import Text, runs
 
 
-def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Tensor:
-    """Walks one answer. Returns counts (3 + K,) in fp64, which add up over answers, see `walk_metrics`: the rounds; the
-    tokens they brought, bonus tokens included, without the answer's first, which the prompt's forward gives; the mean
-    number of rounds if drafts are drawn at random and kept as rejection sampling keeps them; and how many rounds
-    accepted the draft of each depth.
+def walk(hits: Tensor, stops: bool = True) -> Tensor:
+    """Walks one answer. Returns counts (2 + K,) in fp64, which add up over answers, see `walk_metrics`: the rounds; the
+    tokens they brought, bonus tokens included, without the answer's first, which the prompt's forward gives; and how
+    many rounds accepted the draft of each depth.
 
-    `hits` (K, L - 1) bool: the draft of depth k in a chain that begins at token i is token i + 1 + k. `acceptance` (K,
-    L - 1): the probability that rejection sampling keeps it. `stops`: the last token ends the text, rather than a limit
-    of length. Entries past the end of the answer are not looked at.
+    `hits` (K, L - 1) bool: the draft of depth k in a chain that begins at token i is token i + 1 + k. `stops`: the last
+    token ends the text, rather than a limit of length. Entries past the end of the answer are not looked at.
     """
     depth, left = hits.shape[0], hits.shape[1]
     leading = hits.int().cumprod(dim=0).sum(dim=0).tolist()  # hits before the first miss
@@ -34,41 +32,23 @@ def walk(hits: Tensor, acceptance: Tensor, stops: bool = True) -> Tensor:
         for position in range(accepted):
             accepted_per_position[position] += 1
         at += min(accepted + 1, remaining)
-    return torch.tensor([rounds, at, expected_rounds(acceptance), *accepted_per_position], dtype=torch.float64)
+    return torch.tensor([rounds, at, *accepted_per_position], dtype=torch.float64)
 
 
 def walk_metrics(counts: Tensor) -> dict[str, float]:
-    """Returns the figures of an evaluation from the counts of `walk` (3 + K,), none before the first round.
+    """Returns the figures of an evaluation from the counts of `walk` (2 + K,), none before the first round.
 
     `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
-    `_no_bonus`: without it; `_sampled`: with it, expected of sampled drafts. `walked_acceptance_1` on: the share of
-    rounds that accept each position.
+    `_no_bonus`: without it. `walked_acceptance_1` on: the share of rounds that accept each position.
     """
-    rounds, tokens, expected, *accepted = counts.tolist()
+    rounds, tokens, *accepted = counts.tolist()
     if not rounds:
         return {}
     return {
         "accepted_length": tokens / rounds,
         "accepted_length_no_bonus": sum(accepted) / rounds,
-        "accepted_length_sampled": tokens / expected,
         **{f"walked_acceptance_{k}": count / rounds for k, count in enumerate(accepted, 1)},
     }
-
-
-def expected_rounds(acceptance: Tensor) -> float:
-    """Returns the mean number of rounds if the draft of depth k from token i is kept with probability `acceptance[k,
-    i]` (K, L - 1). Computed from the end backwards."""
-    depth, left = acceptance.shape
-    kept = acceptance.double().cpu().cumprod(dim=0).T.tolist()  # probability that the first k + 1 drafts are all kept
-    rounds = [0.0] * (left + 1)
-    for at in range(left - 1, -1, -1):
-        reach = [1.0, *kept[at][: min(depth, left - at)]]
-        expected = sum(
-            (here - further) * rounds[min(left, at + n + 1)]
-            for n, (here, further) in enumerate(zip(reach, [*reach[1:], 0.0], strict=True))
-        )
-        rounds[at] = 1.0 + expected
-    return rounds[0]
 
 
 def answers_of(answers: Tensor, documents: Tensor) -> Iterator[Text]:

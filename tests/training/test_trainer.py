@@ -169,7 +169,7 @@ def test_callbacks_see_every_figure(tmp_path):
         "log",
         by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second", "waiting_for_data"},
     )
-    lengths = {"accepted_length", "accepted_length_no_bonus", "accepted_length_sampled", "served_accepted_length"}
+    lengths = {"accepted_length", "accepted_length_no_bonus", "served_accepted_length"}
     by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
     expected = {f"eval_{name}" for name in by_depth | lengths | by_position | {"loss"}}
     (evaluated,) = [found for kind, found in listener.seen if kind == "evaluate"]

@@ -1,11 +1,9 @@
 """Walking an answer against drafting it step by step."""
 
-import random
-
 import pytest
 import torch
 
-from eagle31_hf.training.walk import answers_of, expected_rounds, walk, walk_metrics
+from eagle31_hf.training.walk import answers_of, walk, walk_metrics
 
 
 def drafted(hits, stops):
@@ -32,45 +30,21 @@ def test_as_drafted_step_by_step(depth, left, stops):
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         hits = torch.rand(depth, left, generator=generator) < 0.8
-        rounds, tokens, _, *accepted = walk(hits, torch.ones(depth, left), stops).tolist()
+        rounds, tokens, *accepted = walk(hits, stops).tolist()
         assert (rounds, tokens, sum(accepted)) == drafted(hits, stops)
         assert tokens == left
         assert accepted == sorted(accepted, reverse=True)
 
 
-def test_expected_rounds_are_those_of_many_drawn_ones():
-    draw = random.Random(0)
-    depth = 3
-    left = 9
-    chances = torch.rand(depth, left, generator=torch.Generator().manual_seed(1))
-
-    def once():
-        at = rounds = 0
-        while at < left:
-            number = 0
-            while number < depth and at + number < left and draw.random() < chances[number, at]:
-                number += 1
-            at, rounds = at + number + 1, rounds + 1
-        return rounds
-
-    assert expected_rounds(chances) == pytest.approx(sum(once() for _ in range(20000)) / 20000, abs=0.03)
-
-
-def test_certain_drafts_leave_nothing_to_chance():
-    hits = torch.rand(4, 20, generator=torch.Generator().manual_seed(3)) < 0.7
-    rounds, _, expected, *_ = walk(hits, hits.float()).tolist()
-    assert expected == rounds
-
-
 def test_walks_add_up():
-    walks = [walk(torch.rand(3, n) < 0.5, torch.rand(3, n)) for n in (5, 9)]
+    walks = [walk(torch.rand(3, n) < 0.5) for n in (5, 9)]
     found = walk_metrics(sum(walks))
     rounds = sum(float(counts[0]) for counts in walks)
     assert found["accepted_length"] == 14 / rounds
     for k in (1, 2, 3):
         accepted = sum(walk_metrics(counts)[f"walked_acceptance_{k}"] * float(counts[0]) for counts in walks)
         assert found[f"walked_acceptance_{k}"] == pytest.approx(accepted / rounds)
-    assert walk_metrics(torch.zeros(6)) == {}
+    assert walk_metrics(torch.zeros(5)) == {}
 
 
 def test_where_answers_are():
