@@ -221,14 +221,16 @@ def read_data(
 
 def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data: Any) -> tuple[Any, float | None]:
     """Returns the drafter to train, and the share of the answers' tokens that a new one's draft vocabulary covers."""
-    from ..training.recipe import draft_vocabulary, loaded_drafter, untrained_drafter
+    from ..training.fresh import new_drafter
+    from ..training.recipe import draft_vocabulary, loaded_drafter
 
     fields = dict(args.field)
     if args.drafter is not None:
         upgrade = upgrade_to_eagle31 if args.upgrade else None
         return loaded_drafter(args.drafter, target, data, progress, fields, upgrade), None
     ids, coverage = draft_vocabulary(target, tokenizer, data, args.draft_vocab_size, progress)
-    return untrained_drafter(target, ids, data, args.head, args.seed, fields), coverage
+    layers = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
+    return new_drafter(target, ids, args.head, args.seed, **layers | fields), coverage
 
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:

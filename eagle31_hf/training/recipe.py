@@ -26,7 +26,7 @@ from ..version import __version__
 from .answers import stop_ids
 from .ends import TargetEnds
 from .engine_states import EngineStates, StreamedStates
-from .fresh import choose_vocabulary, count_answers, new_drafter
+from .fresh import choose_vocabulary, count_answers
 from .output import once_a_machine
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
@@ -253,22 +253,6 @@ def loaded_drafter(
     drafter = upgrade(drafter, target, texts)
     progress(drafter.upgrade_report.summary().replace("\n", "; "))
     return drafter
-
-
-def untrained_drafter(
-    target: PreTrainedModel | TargetEnds,
-    draft_ids: Tensor | None,
-    data: TrainingData,
-    head: str = "target",
-    seed: int = 0,
-    fields: Mapping[str, Any] | None = None,
-) -> Eagle31DrafterModel:
-    """Returns a new drafter as `new_drafter` makes it, which reads the layers whose states come with the data, if any.
-
-    `fields` of `Eagle31Config` win.
-    """
-    layers = {"aux_hidden_state_layer_ids": data.layer_ids} if data.layer_ids else {}
-    return new_drafter(target, draft_ids, head, seed, **layers | dict(fields or {}))
 
 
 class ProgressLines(TrainerCallback):

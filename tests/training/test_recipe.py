@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -13,6 +14,7 @@ from conftest import build_target
 from tokenizers import normalizers
 from transformers import TrainerState
 
+from eagle31_hf.cli.training import starting_drafter
 from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
@@ -25,7 +27,6 @@ from eagle31_hf.training.recipe import (
     line_of,
     loaded_drafter,
     target_in_store,
-    untrained_drafter,
 )
 from eagle31_hf.training.records import read_records
 from eagle31_hf.training.shard_builder import ShardBuilder
@@ -130,9 +131,13 @@ def test_a_new_drafter_proposes_the_answers_frequent_tokens(reader, target, sour
     assert len(ids) == 9
     assert 0 < share < 1
     assert "a draft vocabulary of 9 covers" in told[-1]
-    drafter = untrained_drafter(target, ids, data, fields={"fc_norm": False})
+    fields = {"fc_norm": False}
+    asked = Namespace(drafter=None, draft_vocab_size=9, head="target", seed=0, field=fields)
+    read_layers = replace(data, layer_ids=[0, 1, 2])
+    drafter, _ = starting_drafter(asked, target, reader.tokenizer, read_layers)
     assert drafter.draft_to_target_ids().tolist() == ids.tolist()
     assert not drafter.config.fc_norm
+    assert drafter.config.aux_hidden_state_layer_ids == [0, 1, 2]
     assert draft_vocabulary(target, reader.tokenizer, data, target.config.vocab_size, told.append) == (None, None)
 
 
