@@ -57,12 +57,12 @@ def train(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace, settings: Any) -> int:
     """Goes through a run from its data to the saved drafter."""
-    from ..training.output import check_output, discard_replaced, in_all_processes
+    from ..training.output import check_output, discard_replaced, once
     from ..training.recipe import log_in_lines
     from ..training.trainer import Eagle31Trainer
 
     output = settings.output_dir
-    checkpoint = in_all_processes(lambda: check_output(output, args.resume, args.overwrite))
+    checkpoint = once(lambda: check_output(output, args.resume, args.overwrite))
     tokenizer = load_tokenizer(args.target, args.revision)
     stored = stored_target(args)
     options = data_options(
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, settings: Any) -> int:
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     log_in_lines(trainer, progress)
     if args.overwrite:
-        in_all_processes(lambda: move_aside(output))
+        once(lambda: move_aside(output))
     result = trainer.train(resume_from_checkpoint=checkpoint)
     # Checkpoints keep fp32 to go on from; the drafter that is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints.sharing import try_lock
@@ -56,7 +56,7 @@ def claim(folder: str | Path) -> Iterator[None]:
     run holds the folder, or where it cannot be written to.
     """
     with ExitStack() as at_end:
-        in_all_processes(lambda: _claim(Path(folder), at_end))
+        once(lambda: _claim(Path(folder), at_end))
         yield
 
 
@@ -179,32 +179,14 @@ def _is_drafter_of_a_run(checkpoint: Path) -> bool:
     )
 
 
-def in_all_processes(find: Callable[[], Found]) -> Found:
-    """Calls `find` in the main process only; all processes return its result, or raise its error as ValueError. Were
-    all to look, one might already write where another looks."""
-    outcome: list[Any] = [None, None]
-    defect: Exception | None = None
-    if PartialState().is_main_process:
-        try:
-            outcome[0] = find()
-        except Exception as error:  # any: the other processes wait for the outcome
-            outcome[1] = str(error)
-            defect = None if isinstance(error, ValueError | OSError) else error
-    broadcast_object_list(outcome)
-    if defect is not None:
-        raise defect
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
-    return outcome[0]
-
-
-def once_a_machine(make: Callable[[], Found]) -> Found:
-    """Calls `make` in the first process of each machine; the others wait, and return what it returned there. Where it
-    raises, so do all processes, ValueError where it was another's error."""
+def once(make: Callable[[], Found], each_machine: bool = False) -> Found:
+    """Calls `make` in the main process, or in the first one of each machine; the others wait, and return what it
+    returned there. Were all to look, one might already write where another looks. Where it raises, so do all processes,
+    ValueError where it was another's error."""
     state = PartialState()
     made: Found | None = None
     failure: Exception | None = None
-    if state.is_local_main_process:
+    if state.is_local_main_process if each_machine else state.is_main_process:
         try:
             made = make()
         except Exception as error:  # any: the other processes wait for the outcome
@@ -215,7 +197,7 @@ def once_a_machine(make: Callable[[], Found]) -> Found:
     said = next((text for _, text in outcomes if text is not None), None)
     if said is not None:
         raise ValueError(said)
-    return outcomes[state.process_index - state.local_process_index][0]
+    return outcomes[state.process_index - state.local_process_index if each_machine else 0][0]
 
 
 def set_aside(folder: str | Path) -> Path | None:

@@ -27,7 +27,7 @@ from .answers import stop_ids
 from .ends import TargetEnds
 from .engine_states import EngineStates, StreamedStates
 from .fresh import choose_vocabulary, count_answers
-from .output import once_a_machine
+from .output import once
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
 from .prepare import prepare_data
@@ -146,7 +146,7 @@ class ExampleReader:
                 prepare_data(self.target, self.tokenizer, source, cached / "store", options, progress=self.progress)
             return cached / "store"
 
-        return HiddenStateStore(once_a_machine(made))
+        return HiddenStateStore(once(made, each_machine=True))
 
     def _writable(self, name: str) -> Path:
         """Returns the folder `name` of the cache, or, where that cannot be written to, of the run."""

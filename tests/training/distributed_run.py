@@ -26,7 +26,7 @@ from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.training.divergence import TrainingDivergedError
-from eagle31_hf.training.output import check_output, in_all_processes
+from eagle31_hf.training.output import check_output, once
 from eagle31_hf.training.prepare import prepare_data
 
 # an odd number: with an example a process, in some step one process has no answers and the other has
@@ -150,7 +150,7 @@ def stopped(folder: Path) -> dict[str, str]:
     if PartialState().is_main_process:
         (mine / "somebody").mkdir(parents=True)
     try:
-        in_all_processes(lambda: check_output(mine))
+        once(lambda: check_output(mine))
     except ValueError as error:
         said["output"] = str(error)
     return said

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from factories import build
 from training_runs import make_examples, make_trainer
 
-from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, in_all_processes, set_aside
+from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, once, set_aside
 from eagle31_hf.training.saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, write_record
 from eagle31_hf.training.store import MANIFEST, check_store_folder
 from eagle31_hf.training.trainer import Eagle31Trainer
@@ -282,7 +282,7 @@ def look(rank: int, port: int, outcomes) -> None:
     PartialState._reset_state()
     PartialState(cpu=True)
     try:
-        in_all_processes(lambda: json.loads("[" * 50_000))
+        once(lambda: json.loads("[" * 50_000))
     except Exception as error:
         outcomes.put((rank, type(error)))
 
