@@ -126,7 +126,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         self.rotary_emb = Phi3RotaryEmbedding(config)  # type: ignore[arg-type]
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", first_ids(config))
+            self.register_buffer("t2d", vocab.membership(torch.arange(config.draft_vocab_size), config.vocab_size))
         else:
             self.d2t = self.t2d = None
         self.loss_type = "ForCausalLM"
@@ -140,7 +140,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
             init.normal_(self.mask_hidden, std=self.config.initializer_range)
         if module is self and self.d2t is not None:
             init.zeros_(self.d2t)
-            init.copy_(self.t2d, first_ids(self.config))
+            init.copy_(self.t2d, vocab.membership(torch.arange(len(self.d2t)), len(self.t2d)))
 
     def draft_to_target_ids(self) -> Tensor | None:
         """The target id of every draft id (Vd,); None for a full draft vocabulary, where the two are the same."""
@@ -320,11 +320,3 @@ def _positions_after(past: Cache | None, x: Tensor) -> Tensor:
     """Positions (1, T) of states (B, T, h) that follow those in a cache."""
     seen = 0 if past is None else past.get_seq_length()
     return torch.arange(seen, seen + x.shape[1], device=x.device)[None]
-
-
-def first_ids(config: Eagle31Config) -> Tensor:
-    """`t2d` of the draft vocabulary that is the first ids of the target's; one byte an id, where comparing numbers
-    takes nine."""
-    marks = torch.zeros(config.vocab_size, dtype=torch.bool)
-    marks[: config.draft_vocab_size] = True
-    return marks

@@ -41,13 +41,6 @@ class TrainingFigures:
         """Adds to the number of texts that are left out, which counts from the start of the run."""
         self._num_broken += count
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._sums = None
-        self._num_tokens = 0
-        self._waited, self._taken_at = 0.0, None
-        self._num_broken.zero_()
-
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
         token), the tokens trained on a second, what came before the first batch left out, the share of this process's

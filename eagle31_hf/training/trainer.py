@@ -98,7 +98,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 raise ValueError(
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
                 )
-        self._figures.clear()
+        self._figures = TrainingFigures(self.args.device)
         self._watch = DivergenceWatch(self.accelerator, self.args)
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:
