@@ -23,7 +23,7 @@ from .configuration import Eagle31Config
 from .json_file import read_json
 from .markdown import code, inert, table
 from .printable import one_line
-from .storage.folders import write_json
+from .storage.folders import read_text, write_json
 
 CARD = "README.md"
 REPORT = "report.md"  # as `eagle31 drift` and `eagle31 bench acceptance` write it
@@ -212,17 +212,9 @@ def read_report(source: str | Path) -> str:
     """Returns the Markdown of a report, of its folder or the file. Raises OSError where there is none, ValueError for
     a file that is no text in UTF-8, or an empty one."""
     path = Path(source) / REPORT if Path(source).is_dir() else Path(source)
-    if path.suffix != Path(REPORT).suffix and path.exists():
+    if path.suffix != Path(REPORT).suffix:
         raise ValueError(f"{path}: is no Markdown; expected a report's folder, or its {REPORT}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is no UTF-8; expected a report's Markdown.") from None
-    except FileNotFoundError:
-        raise OSError(
-            f"{path}: there is no such report; expected the folder that `eagle31 drift --output` or `eagle31 bench"
-            f" acceptance --output` wrote, or its {REPORT}."
-        ) from None
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path}: is empty; expected a report's Markdown.")
     return text

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,14 +147,6 @@ def words(text: str) -> str:
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"character {error.start + 1} is no UTF-8; expected text in UTF-8") from None
     return text
-
-
-def read_text(file: str | Path) -> str:
-    """Returns the content of a text file. Raises ValueError where it is not UTF-8, OSError where it cannot be read."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: byte {error.start} is no UTF-8; expected a text file in UTF-8.") from None
 
 
 def device(text: str) -> str:

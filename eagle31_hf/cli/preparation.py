@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..storage.folders import read_text
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.servers import EngineOptions, Patience
@@ -25,7 +26,6 @@ from .parsing import (
     number,
     positive,
     progress,
-    read_text,
     seed,
     share,
     show,

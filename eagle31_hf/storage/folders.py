@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and the JSON files in them."""
+"""Folders that appear whole or not at all, and the JSON and text files in them."""
 
 import errno
 import json
@@ -19,6 +19,14 @@ def write_json(path: Path, value: Any) -> None:
         file.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_text(file: str | Path) -> str:
+    """Returns the content of a text file. Raises ValueError where it is not UTF-8, OSError where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: byte {error.start} is no UTF-8; expected a text file in UTF-8.") from None
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def test_a_report_that_is_none_is_refused_before_anything_is_sent(hub, drafter, 
     (tmp_path / "bytes.md").write_bytes(b"\xff")
     (tmp_path / "report.json").write_text("{}")
     before = len(hub.requests("POST"))
-    with pytest.raises(OSError, match=r"there is no such report; expected the folder"):
+    with pytest.raises(FileNotFoundError, match=r"report\.md"):
         publish(tmp_path / "saved", REPO, report=tmp_path)
     for name, message in (("empty.md", "is empty"), ("bytes.md", "no UTF-8"), ("report.json", "is no Markdown")):
         with pytest.raises(ValueError, match=message):
