@@ -121,12 +121,11 @@ def test_training_that_diverges_is_no_success(capsys, folder):
     status, out, err = trained(capsys, folder, *options.split())
     assert (status, out) == (1, "")
     found = re.search(
-        r"eagle31: failed: step \d+: .* Training has diverged and was stopped; the last .* is (.*/checkpoint-\d+)\.",
+        r"eagle31: failed: weights are not finite after step \d+\. .* stopped; the last .* is (.*/checkpoint-\d+)\.",
         err,
     )
     assert found, err
-    rates = "a lower learning_rate (now 1e+09) or matrix_learning_rate (now 0.02)"
-    assert f"{rates} or max_grad_norm=1 (now 0: gradients are not clipped)" in err
+    assert "with lower rates, with max_grad_norm=1, or with bf16 instead of fp16" in err
     assert not (folder / "drafter" / "model.safetensors").exists()
     status, _, err = trained(capsys, folder, "--steps", "1", "--drafter", found[1], output="anew")
     assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"

@@ -1,7 +1,6 @@
 """A Trainer whose runs can be resumed: whole checkpoints of a drafter and its optimizers, with finite weights, and none
 after a run has diverged."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers.utils import logging
 from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
-from .divergence import DivergenceWatch
+from .divergence import check
 from .optimizer import MUON, check_same, optimizer_names, with_muon
 from .saving import check_finite, check_vocabulary, checkpoints, ended_state, remove_oldest, without_limit, write_record
 from .spreading import reach_within
@@ -29,7 +28,6 @@ class CheckpointingTrainer(Trainer):
     resumes, and stops a run that diverges. It overrides, of transformers' Trainer:
 
     - `create_optimizer`, `_get_learning_rate`, `_load_optimizer_and_scheduler`: two optimizers with a rate each.
-    - `training_step`, `_get_grad_norm`: no callback is given the loss or the norm of a step, by which divergence shows.
     - `_run_epoch`, `_init_training_state`: a run that is finished would take one more step, and a folder that was moved
       would lose its best checkpoint.
     - `_save_checkpoint`, `_save_rng_state`, `_finalize_training`: a checkpoint is finite, known to be whole by what is
@@ -46,7 +44,6 @@ class CheckpointingTrainer(Trainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.facts: dict[str, Any] = {}
-        self._watch = DivergenceWatch(self.accelerator, self.args)
         self._matrix_rate = 0.0
         given = None if self.optimizer is None else type(self.optimizer)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else given
@@ -102,18 +99,6 @@ class CheckpointingTrainer(Trainer):
         batches = {"train_prompts": self.args.train_prompts, "position_reach": self.position_reach}
         return vars(self.args.settings()) | batches
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Takes the gradients of a batch, whose loss is watched."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._watch.add_loss(loss)
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Called once in a step, before the weights change."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        self._watch.end_step(self.state.global_step + 1, norm)
-        return norm
-
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing where all steps are done: the Trainer itself only looks after a step, so a finished run would
         take one more."""
@@ -121,11 +106,6 @@ class CheckpointingTrainer(Trainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
-
-    def check_weights(self) -> None:
-        """Raises TrainingDivergedError where a trained weight is NaN or infinite."""
-        trained = (weight for weight in self.model.parameters() if weight.requires_grad)
-        self._watch.check_weights(trained, self.state.global_step)
 
     def _init_training_state(
         self,
@@ -153,15 +133,9 @@ class CheckpointingTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint. The Trainer's state, written last, says that it is whole: that of an earlier run must
-        not say it of this one.
-
-        Weights that are not finite are never written; nor are those with which the loss is not, as a finite checkpoint
-        would go for them.
+        not say it of this one. Weights that are not finite are never written.
         """
-        self.check_weights()
-        if self._watch.last is not None and not math.isfinite(self._watch.last.loss):
-            logger.warning("step %d: the loss is not finite; no checkpoint is written.", self.state.global_step)
-            return
+        check(self)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from ..targets.layers import decoder_layers
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
-from .divergence import DivergenceWatch
+from .divergence import CHECK_EVERY, check
 from .ends import TargetEnds
 from .evaluation import EvalShare, Evaluation, served
 from .figures import TrainingFigures
@@ -99,7 +99,6 @@ class Eagle31Trainer(CheckpointingTrainer):
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
                 )
         self._figures = TrainingFigures(self.args.device)
-        self._watch = DivergenceWatch(self.accelerator, self.args)
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:
             logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
@@ -121,8 +120,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Returns the batches of one optimizer step, see `as_trained`, and the denominators of their losses at each
         depth (K,), over all processes. What is drawn for them follows from the run's seed, the step and the process, so
         that nothing else that is drawn changes it."""
-        if self._watch.is_due:
-            self._watch.check_steps()
+        if self.state.global_step % CHECK_EVERY == 0:
+            check(self)
         began = monotonic()
         samples = self._batches.take(epoch_iterator, num_batches)
         self._figures.add_waiting(monotonic() - began)
@@ -161,8 +160,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs, with the figures of training since the last log, see `TrainingFigures.take`, and the rate of matrices,
-        and looks for divergence. Raises TrainingDivergedError where it finds one."""
+        """Logs, with the figures of training since the last log, see `TrainingFigures.take`, and the rate of matrices;
+        at the end of a run looks for divergence."""
         if "loss" in logs:
             logs |= self._figures.take(self.accelerator)
         if "learning_rate" in logs and self.has_muon:
@@ -171,9 +170,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         if "loss" in logs and self.is_in_train:
             # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
             self._tr_loss.zero_()
-            self._watch.check_steps()
         if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
-            self.check_weights()
+            check(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Gives each process its share of the examples; none is counted twice, and all run equally many batches."""
@@ -200,7 +198,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures teacher-forced figures by depth, the accepted length by walking the answers, and what generate()
         accepts after a few prompts."""
         if self.is_in_train:
-            self.check_weights()
+            check(self)
         model = self.model
         if not self.accelerator._models:
             model = self.accelerator.prepare_model(model, evaluation_mode=not self.is_fsdp_enabled)
