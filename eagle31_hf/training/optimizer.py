@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from .arguments import Eagle31TrainingArguments
-from .saving import RECORD
+from .saving import read_record
 
 ALIKE = {"adamw_torch_fused": "adamw_torch"}  # optimizers with the same states
-MUON, ADAMW = "muon", "AdamW"  # in training.json, and of what was trained before it kept that
+MUON = "muon"  # in training.json
 STATES = "optimizer"  # how the names of files begin that hold an optimizer's states
 MOMENTUM = 0.95
 ADJUSTMENT = "original"
@@ -135,19 +134,16 @@ def slow_down_tables(optimizer: Optimizer, drafter: Eagle31DrafterModel) -> None
 
 def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
     """Raises ValueError for a checkpoint that was trained by other optimizers than `names`: its states mean nothing to
-    these. A checkpoint of before they were written down had no Muon; one without optimizer states suits every run."""
-    folder = Path(checkpoint)
-    if not any(folder.glob(f"{STATES}*")):
+    these. One without optimizer states suits every run."""
+    if not any(Path(checkpoint).glob(f"{STATES}*")):
         return
-    record = read_json(folder / RECORD, constants=True) if (folder / RECORD).exists() else {}
-    rest = names["rest"]
-    saved = record.get("optimizer") or {"matrices": ADAMW if names["matrices"] == MUON else rest, "rest": rest}
+    saved = read_record(checkpoint).get("optimizer", names)
     if [ALIKE.get(name, name) for name in saved.values()] != [ALIKE.get(name, name) for name in names.values()]:
         with_muon = "a rate" if saved["matrices"] == MUON else "None (--matrix-learning-rate none)"
         raise ValueError(
             f"{checkpoint}: {saved['matrices']} trained its matrices and {saved['rest']} the rest, and in this run"
-            f" {names['matrices']} and {rest} would; expected the same. Resume with matrix_learning_rate set to"
-            f" {with_muon}, and the optim of then."
+            f" {names['matrices']} and {names['rest']} would; expected the same. Resume with matrix_learning_rate set"
+            f" to {with_muon}, and the optim of then."
         )
 
 

@@ -16,7 +16,7 @@ from ..checkpoints.sharing import try_lock
 from ..configuration import Eagle31Config
 from ..json_file import read_json
 from ..storage.folders import check_new_folder
-from .saving import RECORD, STAGED_RECORD, checkpoints, has_record, last_checkpoint, why_incomplete
+from .saving import RECORD, STAGED_RECORD, checkpoints, last_checkpoint, read_record, why_incomplete
 from .store import MANIFEST
 
 REPLACED = "eagle31-replaced"  # the subfolder for what earlier runs wrote
@@ -158,7 +158,7 @@ def _of_unknown_origin(folder: Path) -> Path | None:
         return foreign[0]
     files = [path for path in _written(folder) if not path.is_dir() and path.name != STAGED_RECORD]
     has_state_alone = all(path.name == TRAINER_STATE_NAME for path in files)
-    if has_record(folder) or (has_state_alone and any(_is_drafter_of_a_run(path) for path in found)):
+    if read_record(folder) or (has_state_alone and any(_is_drafter_of_a_run(path) for path in found)):
         return None
     return next(iter(files + found), None)
 
@@ -174,7 +174,7 @@ def _is_foreign(config: Path) -> bool:
 
 def _is_drafter_of_a_run(checkpoint: Path) -> bool:
     is_whole = why_incomplete(checkpoint) is None
-    return has_record(checkpoint) or (
+    return bool(read_record(checkpoint)) or (
         is_whole and (checkpoint / "config.json").is_file() and not _is_foreign(checkpoint / "config.json")
     )
 

@@ -44,22 +44,19 @@ def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: dict[str,
     os.replace(folder / STAGED_RECORD, folder / RECORD)
 
 
-def has_record(folder: Path) -> bool:
-    """Returns True where a run's `training.json` lies in the folder and can be read."""
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """Returns a run's `training.json`; {} where there is none, or it cannot be read."""
     try:
-        return {"draft_vocabulary", "settings"} <= read_json(folder / RECORD, constants=True).keys()
+        record = read_json(Path(folder, RECORD), constants=True)
     except (OSError, ValueError):
-        return False
+        return {}
+    return record if "draft_vocabulary" in record and isinstance(record.get("settings"), dict) else {}
 
 
 def changed_since(checkpoint: str | Path, settings: dict[str, Any]) -> str:
     """Returns which of the `settings` are not those that a checkpoint was trained by, as in `depth 4 (was 3)`; nothing
-    where it does not say. Checkpoints of before positions were spread and prompts learnt did neither."""
-    try:
-        record = read_json(Path(checkpoint, RECORD), constants=True)
-        before = {"position_reach": 0, "train_prompts": record.get("train_prompts", False)} | record["settings"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
+    where it does not say."""
+    before = read_record(checkpoint).get("settings", {})
     now = json.loads(json.dumps(settings))  # tuples are lists there
     return ", ".join(
         f"{name} {value} (was {before[name]})" for name, value in now.items() if before.get(name, value) != value
@@ -74,18 +71,12 @@ def vocabulary_digest(d2t: Tensor | None) -> str | None:
 def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
     """Raises ValueError where a checkpoint has another draft vocabulary than the drafter: its head's weights would be
     taken for those of other tokens."""
-    weights = Path(checkpoint, "model.safetensors")
-    if not weights.exists():
-        return
-    with safe_open(weights, framework="pt") as file:
-        theirs = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118 -- no mapping
-    mine = None if drafter.d2t is None else vocab.target_ids(drafter.d2t.cpu())
-    same = theirs is None if mine is None else theirs is not None and torch.equal(vocab.target_ids(theirs), mine)
-    if not same:
+    mine = vocabulary_digest(drafter.d2t)
+    theirs = read_record(checkpoint).get("draft_vocabulary", mine)
+    if theirs != mine:
         raise ValueError(
-            f"{checkpoint}: its draft vocabulary ({vocabulary_digest(theirs)}) is not the drafter's"
-            f" ({vocabulary_digest(drafter.d2t)}); expected the same. Build the drafter with the vocabulary of the"
-            " checkpoint to resume."
+            f"{checkpoint}: its draft vocabulary ({theirs}) is not the drafter's ({mine}); expected the same. Build the"
+            " drafter with the vocabulary of the checkpoint to resume."
         )
 
 

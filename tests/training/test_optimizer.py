@@ -1,6 +1,5 @@
 """Muon trains matrices, another optimizer the rest; together they resume, skip steps and follow schedules as one."""
 
-import json
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from eagle31_hf.cli import parser, training
 from eagle31_hf.training.arguments import Eagle31TrainingArguments
 from eagle31_hf.training.checkpointing import logger as optimizer_logger
 from eagle31_hf.training.optimizer import JoinedOptimizer, matrices_of, new_muon, slow_down_tables
-from eagle31_hf.training.saving import RECORD
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
 RATES = {"matrix_learning_rate": 0.03, "learning_rate": 0.002}
@@ -212,17 +210,6 @@ def test_the_states_of_joined_optimizers_are_to_be_read():
         joined.state["x"] = 1
     with pytest.raises(AttributeError, match="expected load_state_dict"):
         joined.state = {"x": 1}
-
-
-def test_a_checkpoint_of_before_there_was_a_choice_had_no_muon(tmp_path):
-    make_trainer(tmp_path, matrix_learning_rate=None, max_steps=1, **SAVING).train()
-    record = tmp_path / "checkpoint-1" / RECORD
-    kept = json.loads(record.read_text())
-    assert kept.pop("optimizer") == {"matrices": "adamw_torch_fused", "rest": "adamw_torch_fused"}
-    record.write_text(json.dumps(kept))
-    with pytest.raises(ValueError, match="set to None"):
-        make_trainer(tmp_path, **SAVING).train(resume_from_checkpoint=True)
-    make_trainer(tmp_path, matrix_learning_rate=None, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_without_optimizer_states_suits_every_run(tmp_path):
