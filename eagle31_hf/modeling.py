@@ -164,12 +164,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
         `is_mask` (B, T) is set, `mask_hidden` stands in their place."""
         if is_mask is not None:
             states = torch.where(is_mask[..., None], self.mask_hidden, states)
-        if self.input_norm is not None:
-            states = self.input_norm(states)
-        if self.fc_norm is not None:
-            parts = states.split(self.config.target_hidden_size, dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(states)
+        return self.fc(normed_target_states(self, states))
 
     @capture_outputs
     def forward(
@@ -320,3 +315,13 @@ def _positions_after(past: Cache | None, x: Tensor) -> Tensor:
     """Positions (1, T) of states (B, T, h) that follow those in a cache."""
     seen = 0 if past is None else past.get_seq_length()
     return torch.arange(seen, seen + x.shape[1], device=x.device)[None]
+
+
+def normed_target_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
+    """Captured states (B, T, n*ht) -> normed, as far as the drafter does: what `fc` reads."""
+    if drafter.input_norm is not None:
+        states = drafter.input_norm(states)
+    if drafter.fc_norm is not None:
+        parts = states.split(drafter.config.target_hidden_size, dim=-1)
+        states = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, parts, strict=True)], dim=-1)
+    return states

@@ -63,8 +63,8 @@ class Maker:
     def starts(self) -> Tensor:
         return torch.full((self.size.sequences, 1), self.size.context, device=self.device)
 
-    def states(self, times: int = 1) -> Tensor:
-        return self.floats(self.size.sequences, self.size.tokens, times * self.size.hidden)
+    def states(self) -> Tensor:
+        return self.floats(self.size.sequences, self.size.tokens, self.size.hidden)
 
     def heads(self, count: int) -> Tensor:
         return self.floats(self.size.sequences, self.size.tokens, count, self.size.head_dim)
@@ -116,11 +116,6 @@ def _embed_norms(make: Maker) -> Inputs:
     table, state = make.floats(size.vocab, size.hidden), make.states()
     weights = [make.floats(size.hidden) for _ in range(2)]
     return Inputs((ids, table, weights[0], state, weights[1], 1e-6), num_bytes(ids, weights, [state] * 4))
-
-
-def _state_norms(make: Maker) -> Inputs:
-    states, weights = make.states(3), [make.floats(make.size.hidden) for _ in range(3)]
-    return Inputs((states, weights, 1e-6), num_bytes(states, states, weights))
 
 
 def _append(make: Maker) -> Inputs:
@@ -239,7 +234,6 @@ def _quantized_linear(make: Maker) -> Inputs:
 MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "add_rms_norm": _add_rms_norm,
     "embed_norms": _embed_norms,
-    "state_norms": _state_norms,
     "append": _append,
     "rope_append": _rope_append,
     "joint_linear": _joint_linear,

@@ -1,6 +1,6 @@
 """RMSNorm together with what stands before it: y = x / sqrt(mean(x^2) + eps) * weight.
 
-B sequences, T tokens, h width, n captured states of a token, ht target width, V vocabulary.
+B sequences, T tokens, h width, V vocabulary.
 """
 
 import torch
@@ -35,13 +35,3 @@ def embed_norms(
     embeds = torch.nn.functional.embedding(ids, table).to(state.dtype)
     parts = _normed(embeds, table_weight, eps), _normed(state, state_weight, eps)
     return torch.cat(parts, dim=-1).to(state.dtype)
-
-
-@operation()
-def state_norms(states: Tensor, weights: list[Tensor], eps: float) -> Tensor:
-    """The RMSNorm of each of the n captured states of a token by its own weight: states (B, T, n*ht), n weights
-    (ht,) -> (B, T, n*ht)."""
-    parts = states.split(weights[0].shape[0], dim=-1)
-    return torch.cat([_normed(part, weight, eps) for part, weight in zip(parts, weights, strict=True)], dim=-1).to(
-        states.dtype
-    )

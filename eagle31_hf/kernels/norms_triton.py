@@ -1,4 +1,4 @@
-"""The kernels of RMSNorm and of what stands before it: a program takes a row, or one part of it, in one block."""
+"""The kernels of RMSNorm and of what stands before it: a program takes a row, or one half of it, in one block."""
 
 import torch
 import triton
@@ -7,7 +7,6 @@ from torch import Tensor
 
 ELEMENTS_PER_THREAD = 8  # 16 bytes of bf16 in one load
 MAX_WARPS = 16
-MAX_PARTS = 8  # weights that one launch of `state_norms` takes
 
 
 @triton.jit
@@ -80,60 +79,6 @@ def embed_norms_kernel(
         tl.store(at, _normed(x, w, width, eps).to(dtype), mask=inside)
 
 
-@triton.jit
-def _weight(weight, width, BLOCK: tl.constexpr):
-    """A weight in fp32, 0 beyond its width."""
-    i = tl.arange(0, BLOCK)
-    return tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def state_norms_kernel(
-    states,
-    out,
-    weight_0,
-    weight_1,
-    weight_2,
-    weight_3,
-    weight_4,
-    weight_5,
-    weight_6,
-    weight_7,
-    stride_b,
-    stride_t,
-    stride_out,
-    width,
-    eps,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: the norm of one of a token's states."""
-    t, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2)
-    i = tl.arange(0, BLOCK)
-    inside = i < width
-    x = tl.load(states + b * stride_b + t * stride_t + part * width + i, mask=inside, other=0.0).to(tl.float32)
-    w = tl.zeros((BLOCK,), tl.float32)
-    if part == 0:
-        w = _weight(weight_0, width, BLOCK)
-    if PARTS > 1 and part == 1:
-        w = _weight(weight_1, width, BLOCK)
-    if PARTS > 2 and part == 2:
-        w = _weight(weight_2, width, BLOCK)
-    if PARTS > 3 and part == 3:
-        w = _weight(weight_3, width, BLOCK)
-    if PARTS > 4 and part == 4:
-        w = _weight(weight_4, width, BLOCK)
-    if PARTS > 5 and part == 5:
-        w = _weight(weight_5, width, BLOCK)
-    if PARTS > 6 and part == 6:
-        w = _weight(weight_6, width, BLOCK)
-    if PARTS > 7 and part == 7:
-        w = _weight(weight_7, width, BLOCK)
-    at = out + (b * tl.num_programs(0) + t) * stride_out + part * width + i
-    tl.store(at, _normed(x, w, width, eps).to(out.dtype.element_ty), mask=inside)
-
-
 def tile(width: int) -> dict[str, int]:
     """The block of a row and the warps that share it: each thread takes one load of 16 bytes, where warps suffice."""
     block = triton.next_power_of_2(width)
@@ -170,22 +115,4 @@ def embed_norms(
     embed_norms_kernel[(tokens, batch, 2)](
         ids, table, weights[0], state, weights[1], out, *strides, width, eps, **tile(width)
     )
-    return out
-
-
-def state_norms(states: Tensor, weights: list[Tensor], eps: float) -> Tensor:
-    """Launches the kernel, once for up to MAX_PARTS weights; see the operation."""
-    batch, tokens, whole = states.shape
-    width = weights[0].shape[0]
-    states = _with_close_entries(states)
-    out = states.new_empty((batch, tokens, whole))
-    for first in range(0, len(weights), MAX_PARTS):
-        some = [weight.contiguous() for weight in weights[first : first + MAX_PARTS]]
-        unused = [some[0]] * (MAX_PARTS - len(some))
-        begin = first * width
-        parts = states[..., begin:], out[..., begin:]
-        strides = *states.stride()[:2], whole
-        state_norms_kernel[(tokens, batch, len(some))](
-            *parts, *some, *unused, *strides, width, eps, len(some), **tile(width)
-        )
     return out

@@ -2,15 +2,13 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.norms_triton import MAX_PARTS, add_rms_norm_kernel, embed_norms_kernel, state_norms_kernel, tile
+from eagle31_hf.kernels.norms_triton import add_rms_norm_kernel, embed_norms_kernel, tile
 
 SUM = dict.fromkeys(("x", "residual", "weight", "normed", "total"), "*bf16")
 SUM |= {"stride_x": "i32", "stride_residual": "i32", "width": "i32", "eps": "fp32"}
 EMBED = dict.fromkeys(("table", "table_weight", "state", "state_weight", "out"), "*bf16") | {"ids": "*i64"}
 EMBED |= dict.fromkeys(("stride_table", "stride_state_b", "stride_state_t", "width"), "i32")
 EMBED |= {"stride_ids_b": "i32", "eps": "fp32"}
-STATES = dict.fromkeys(("states", "out", *(f"weight_{i}" for i in range(MAX_PARTS))), "*bf16")
-STATES |= dict.fromkeys(("stride_b", "stride_t", "stride_out", "width"), "i32") | {"eps": "fp32"}
 
 
 def case(kernel, types: dict[str, str], width: int, **constants) -> Case:
@@ -24,6 +22,4 @@ CASES = {
     "add_rms_norm": case(add_rms_norm_kernel, SUM, 4096, HAS_RESIDUAL=True),
     "add_rms_norm, 16384 wide": case(add_rms_norm_kernel, SUM, 16384, HAS_RESIDUAL=True),
     "embed_norms": case(embed_norms_kernel, EMBED, 4096, stride_ids_t=1),
-    "state_norms": case(state_norms_kernel, STATES, 4096, PARTS=3),
-    "state_norms, 8 of 16384": case(state_norms_kernel, STATES, 16384, PARTS=MAX_PARTS),
 }

@@ -6,7 +6,7 @@ from kernel_close import assert_matches
 from poison import Guarded, apart, turned
 from torch import Tensor
 
-from eagle31_hf.kernels.norms import add_rms_norm, embed_norms, state_norms
+from eagle31_hf.kernels.norms import add_rms_norm, embed_norms
 
 pytest.importorskip("triton")
 
@@ -106,28 +106,9 @@ def test_embeddings_are_rounded_to_the_dtype_of_the_state():
     assert torch.equal(out, of_rounded)
 
 
-@DTYPES
-@pytest.mark.parametrize("n", [1, 3, 8, 11])
-@pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 61)], ids=str)
-def test_state_norms_match_reference(shape, n, dtype):
-    torch.manual_seed(0)
-    width = shape[-1]
-    states = drawn(*shape[:2], n * width, dtype=dtype)
-    weights = [drawn(width, dtype=torch.float32 if i == 1 else dtype) for i in range(n)]
-    assert_matches("out", state_norms.kernel()(states, weights, EPS), state_norms.reference(states, weights, EPS))
-
-
-@pytest.mark.parametrize("other", [apart, apart_in_time, turned])
-def test_state_norms_of_strided_rows(other):
-    torch.manual_seed(0)
-    states, weights = other(drawn(2, 3, 180)), [drawn(60), drawn(60, 2)[:, 1], drawn(60)]
-    assert_matches("out", state_norms.kernel()(states, weights, EPS), state_norms.reference(states, weights, EPS))
-
-
 def test_operations_are_well_formed():
     ids, x, weight = torch.zeros(2, 3, dtype=torch.int64), torch.randn(2, 3, 8), torch.ones(8)
     ops = torch.ops.eagle31
     torch.library.opcheck(ops.add_rms_norm.default, (x, x * 2, weight, EPS))
     torch.library.opcheck(ops.add_rms_norm.default, (x.transpose(0, 1), None, weight, EPS))
     torch.library.opcheck(ops.embed_norms.default, (ids, torch.randn(5, 8), weight, x, weight, EPS))
-    torch.library.opcheck(ops.state_norms.default, (torch.randn(2, 3, 24), [weight] * 3, EPS))

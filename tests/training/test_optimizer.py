@@ -1,6 +1,5 @@
 """Muon trains matrices, another optimizer the rest; together they resume, skip steps and follow schedules as one."""
 
-
 import pytest
 import torch
 from accelerate.state import AcceleratorState

@@ -13,8 +13,8 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...attention import GQAttention, Norm
-from ...kernels.norms import embed_norms, state_norms
-from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel
+from ...kernels.norms import embed_norms
+from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel, normed_target_states
 from ...quantized import QuantizedLinear
 from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, products, through_layer, through_mlp
 from ...targets.ends import ACTIVATION_DTYPES
@@ -41,7 +41,8 @@ def run_fused(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor
     computes, T 1 where the last token's alone are wanted."""
     states = given.source.get("hidden_states")
     if states is None:
-        states = fused_states(drafter, given.source["target_hidden_states"])
+        states = given.source["target_hidden_states"].to(drafter.like.dtype)
+        states = products([drafter.fc], normed_target_states(drafter, states))[0]
     layers: list[Any] = list(drafter.layers)
     x, residual = _through_first(drafter, layers[0], states, given)
     for index in range(1, len(layers)):
@@ -67,16 +68,6 @@ def run_alone(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor
         return_dict=True,
     )
     return out.last_hidden_state if last is None else gathered(out.last_hidden_state, last), out.logits
-
-
-def fused_states(drafter: Eagle31DrafterModel, states: Tensor) -> Tensor:
-    """`Eagle31DrafterModel.fuse_target_states` in three operations at most."""
-    states = states.to(drafter.like.dtype)
-    if drafter.input_norm is not None:
-        states = state_norms(states, [drafter.input_norm.weight], eps_of(drafter.input_norm))
-    if drafter.fc_norm is not None:
-        states = state_norms(states, [norm.weight for norm in drafter.fc_norm], eps_of(drafter.fc_norm[0]))
-    return products([drafter.fc], states)[0]
 
 
 def _through_first(
