@@ -1,66 +1,14 @@
 """Batches that are read before they are asked for, while those before them are learnt from."""
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from queue import SimpleQueue
-from threading import Semaphore, Thread
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
 
-END = object()  # in place of an item, where there are no more
-
-
-class ReadAhead:
-    """Takes items from an iterator, and has a thread read as many more as were taken last. The first item is read in
-    the caller's thread: then the sampler draws its order, from the random numbers that the caller's thread draws."""
-
-    def __init__(self, items: Iterator[Any]):
-        self.items = items
-        self._ready: SimpleQueue[Any] = SimpleQueue()
-        self._ready.put(next(items, END))
-        self._wanted, self._num_coming = Semaphore(0), 1
-        self._is_closed = False
-        # A thread that waits for data does not keep the program from ending.
-        self._thread = Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while True:
-            self._wanted.acquire()
-            if self._is_closed:
-                return
-            try:
-                self._ready.put(next(self.items, END))
-            except BaseException as error:  # raised where the item is taken
-                self._ready.put(_Failure(error))
-
-    def take(self, count: int) -> list[Any]:
-        """Returns the next `count` items, fewer where there are no more. Raises what reading one raised."""
-        for _ in range(2 * count - self._num_coming):
-            self._wanted.release()
-        self._num_coming = max(self._num_coming, 2 * count)
-        found = list[Any]()
-        for _ in range(count):
-            item = self._ready.get()
-            self._num_coming -= 1
-            if isinstance(item, _Failure):
-                raise item.error
-            if item is not END:
-                found.append(item)
-        return found
-
-    def close(self, wait: bool = False) -> None:
-        """Ends the thread, `wait`: once it has read what it is reading, which is dropped."""
-        self._is_closed = True
-        self._wanted.release()
-        if wait:
-            self._thread.join()
-
-
-class _Failure:
-    def __init__(self, error: BaseException):
-        self.error = error
+END = object()  # in place of a batch, where there are no more
 
 
 class TrainingBatches:
@@ -68,7 +16,9 @@ class TrainingBatches:
     them."""
 
     def __init__(self) -> None:
-        self._ahead: ReadAhead | None = None
+        self._batches: Iterator[Any] | None = None
+        self._pool: ThreadPool | None = None  # its one thread reads, and does not keep the program from ending
+        self._coming = deque[AsyncResult]()
         self._reads_ahead = True
 
     def without_moving(self, loader: Any) -> Any:
@@ -81,17 +31,27 @@ class TrainingBatches:
         return loader
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """Returns the next `count` batches of an epoch; the `count` after them are read while these are trained on, but
-        not of a loader in which one process reads for all."""
+        """Returns the next `count` batches of an epoch, fewer at its end; the `count` after them are read while these
+        are trained on, but not of a loader in which one process reads for all. Raises what reading one raised."""
         if not self._reads_ahead:
             return list(islice(batches, count))
-        if self._ahead is None or self._ahead.items is not batches:
+        found = list[Any]()
+        if self._batches is not batches:
             self.close(wait=True)  # the next epoch's batches come from the same loader
-            self._ahead = ReadAhead(batches)
-        return self._ahead.take(count)
+            self._batches, self._pool = batches, ThreadPool(1)
+            # With the first batch the sampler draws its order, from the random numbers of the caller's thread.
+            found.append(next(batches, END))
+        while len(found) + len(self._coming) < 2 * count:
+            self._coming.append(self._pool.apply_async(next, (batches, END)))
+        while len(found) < count:
+            found.append(self._coming.popleft().get())
+        return [batch for batch in found if batch is not END]
 
     def close(self, wait: bool = False) -> None:
-        """Ends what is read ahead; `wait` as in `ReadAhead.close`."""
-        if self._ahead is not None:
-            self._ahead.close(wait)
-            self._ahead = None
+        """Ends the reading, `wait`: once the batch that is being read is there, which is dropped."""
+        if self._pool is not None:
+            self._pool.terminate()
+            if wait:
+                self._pool.join()
+        self._batches = self._pool = None
+        self._coming.clear()

@@ -5,54 +5,87 @@ import threading
 
 import pytest
 
-from eagle31_hf.training.read_ahead import ReadAhead
+from eagle31_hf.training.read_ahead import TrainingBatches
 
 PATIENCE = 20.0
 
 
-def test_items_come_in_their_order_and_fewer_at_the_end():
-    ahead = ReadAhead(iter(range(7)))
-    assert [ahead.take(count) for count in (3, 1, 2, 4, 1)] == [[0, 1, 2], [3], [4, 5], [6], []]
+@pytest.fixture
+def batches():
+    ahead = TrainingBatches()
+    yield ahead
+    ahead.close()
 
 
-def test_as_many_are_read_as_were_taken_and_no_more():
+def test_batches_come_in_their_order_and_fewer_at_the_end(batches):
+    items = iter(range(7))
+    assert [batches.take(items, count) for count in (3, 1, 2, 4, 1)] == [[0, 1, 2], [3], [4, 5], [6], []]
+
+
+def test_as_many_are_read_as_were_taken_and_no_more(batches):
     read, now = [], threading.Condition()
 
-    def items():
+    def numbers():
         for i in itertools.count():
             with now:
                 read.append((i, threading.current_thread()))
                 now.notify_all()
             yield i
 
-    ahead = ReadAhead(items())
-    assert read == [(0, threading.main_thread())], "an order is drawn as the first item is read"
-    assert ahead.take(3) == [0, 1, 2]
+    items = numbers()
+    assert batches.take(items, 3) == [0, 1, 2]
     with now:
         assert now.wait_for(lambda: len(read) >= 6, PATIENCE), "nothing is read ahead"
-    assert ahead.take(1) == [3]
+    assert batches.take(items, 1) == [3]
     with now:
         assert not now.wait_for(lambda: len(read) > 6, 0.2), "memory for more than was asked for"
-    assert {thread for _, thread in read[1:]} != {threading.main_thread()}
-    ahead.close()
-    assert ahead.items.gi_frame is not None
+    assert [i for i, thread in read if thread is threading.main_thread()] == [0], "with the first an order is drawn"
+    batches.close()
+    assert items.gi_frame is not None
 
 
-def test_an_error_is_raised_where_its_item_is_taken():
+def test_an_error_is_raised_where_its_batch_is_taken(batches):
     def items():
         yield 0
         raise ValueError("the second is damaged")
 
-    ahead = ReadAhead(items())
     with pytest.raises(ValueError, match="the second is damaged"):
-        ahead.take(2)
+        batches.take(items(), 2)
 
 
-def test_the_thread_ends_when_it_is_closed():
-    before = threading.active_count()
-    ahead = ReadAhead(iter(range(9)))
-    ahead.take(2)
-    ahead.close()
-    for thread in threading.enumerate()[before:]:
+def test_an_epoch_begins_once_nothing_is_read_of_the_one_before(batches):
+    begun, goes_on, reading = threading.Event(), threading.Event(), set()
+
+    def items(epoch):
+        for i in range(3):
+            reading.add(epoch)
+            assert reading == {epoch}, "two epochs are read at once"
+            if (epoch, i) == (1, 1):
+                begun.set()
+                assert goes_on.wait(PATIENCE)
+            reading.remove(epoch)
+            yield epoch, i
+
+    assert batches.take(items(1), 1) == [(1, 0)]
+    assert begun.wait(PATIENCE)
+    threading.Timer(0.05, goes_on.set).start()
+    assert batches.take(items(2), 3) == [(2, 0), (2, 1), (2, 2)]
+
+
+def test_the_threads_end_when_it_is_closed_but_one_that_reads_is_not_waited_for(batches):
+    before, begun, goes_on = {*threading.enumerate()}, threading.Event(), threading.Event()
+
+    def items():
+        yield 0
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+
+    assert batches.take(items(), 1) == [0]
+    assert begun.wait(PATIENCE)
+    threads = {*threading.enumerate()} - before
+    batches.close()
+    assert any(thread.is_alive() for thread in threads)
+    goes_on.set()
+    for thread in threads:
         thread.join(PATIENCE)
-    assert threading.active_count() == before
+        assert not thread.is_alive()
