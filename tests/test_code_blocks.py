@@ -12,7 +12,6 @@ from pages import DOCS, PAGES, README, blocks
 from serving.servers import Server
 
 from eagle31_hf import demo
-from eagle31_hf.training.packing import Examples
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
 SERVED = DOCS / "chat-and-serve.md"
@@ -46,8 +45,7 @@ def brought() -> dict:
     target, tokenizer = demo.load_target()
     answers = torch.arange(48) >= 24
     rows = [{"input_ids": prompt[0], "answers": answers} for prompt in demo.prompts(tokenizer, 6, 48)]
-    held_out, train = Examples.from_iterable(rows[:2]), Examples.from_iterable(rows[2:])
-    return {"target": target, "tokenizer": tokenizer, "train_rows": train, "held_out_rows": held_out}
+    return {"target": target, "tokenizer": tokenizer, "train_rows": rows[2:], "held_out_rows": rows[:2]}
 
 
 def run(page: Path, names: dict, replaced: dict[str, str]) -> dict:

@@ -6,7 +6,7 @@ also {"states" (T, n*ht), "last_states" (T, ht)}: n aux hidden states, ht target
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,40 +20,6 @@ from .kinds import Tokens, tokens_of
 Example = Mapping[str, Any]
 COLUMNS = ("input_ids", "answers", "documents")  # of a batch, each (B, T)
 STATE_COLUMNS = ("states", "last_states")  # (T, n*ht) and (T, ht)
-
-
-class Examples(Dataset):
-    """R examples held in memory, end to end: ids (N,) int32, answers (N,) bool, and `offsets` (R + 1,), where each
-    begins and the last ends."""
-
-    def __init__(self, input_ids: Tensor, answers: Tensor, offsets: Tensor):
-        self.input_ids = input_ids
-        self.answers = answers
-        self.offsets = offsets
-        self.lengths: list[int] = offsets.diff().tolist()
-
-    @classmethod
-    def from_iterable(cls, examples: Iterable[Example]) -> "Examples":
-        """Copies examples of any kind into memory, end to end. Raises ValueError where there are none."""
-        ids = list[Tensor]()
-        answers = list[Tensor]()
-        offsets = [0]
-        for example in examples:
-            tokens = tokens_of(example)
-            ids.append(tokens.input_ids.int())
-            answers.append(tokens.answers)
-            offsets.append(offsets[-1] + len(tokens.input_ids))
-        if not ids:
-            raise ValueError("there are no rows; expected at least one.")
-        return cls(torch.cat(ids), torch.cat(answers), torch.tensor(offsets))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        index = range(len(self))[index]
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return {"input_ids": self.input_ids[span].long(), "answers": self.answers[span]}
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:

@@ -20,7 +20,6 @@ from eagle31_hf.training.checkpoint_ends import ends_from_checkpoint
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.engine_states import StreamedStates, engine_states
 from eagle31_hf.training.fresh import new_drafter
-from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.servers import EngineOptions, Patience
@@ -148,9 +147,16 @@ def losses(drafter_of, examples, tmp_path, target=None) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+class Measured(list):
+    """Examples that know their lengths, as a store does."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(example["input_ids"]) for example in self]
+
+
 def test_training_on_streamed_states_learns_as_beside_the_target(outline, target, serve, tmp_path):
-    texts = some_texts()
-    examples = Examples.from_iterable([{"input_ids": text, "answers": torch.ones_like(text) > 0} for text in texts])
+    examples = Measured({"input_ids": text, "answers": torch.ones_like(text) > 0} for text in some_texts())
     source = states_of(outline, serve(), serve())
     streamed = losses(source.ends, StreamedStates(examples, source), tmp_path / "streamed")
     assert len(streamed) == 6

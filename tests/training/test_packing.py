@@ -1,13 +1,12 @@
 """Packing loses no token and mixes no texts; batches mark what is padding."""
 
-import pickle
 import random
 
 import pytest
 import torch
 
 from eagle31_hf.training.loss_mask import loss_mask
-from eagle31_hf.training.packing import Collator, Examples, PackedExamples, pack
+from eagle31_hf.training.packing import Collator, PackedExamples, pack
 
 WIDTH = 3
 
@@ -58,23 +57,16 @@ def test_long_examples_are_refused():
         pack([3, 9], 8)
 
 
-def test_examples_in_memory_are_what_they_were_made_of():
-    given = [example(length, length) for length in (5, 1, 9)]
-    examples = Examples.from_iterable(iter(given))
-    assert (len(examples), examples.lengths, examples.input_ids.dtype) == (3, [5, 1, 9], torch.int32)
-    for index in (0, 1, 2, -1):
-        torch.testing.assert_close(examples[index], given[index])
-    assert [len(got["answers"]) for got in pickle.loads(pickle.dumps(examples))] == [5, 1, 9]
-    with pytest.raises(IndexError):
-        examples[3]
-    with pytest.raises(ValueError, match="there are no rows"):
-        Examples.from_iterable([])
+class Measured(list):
+    """Examples that know their lengths, as a store does."""
+
+    lengths = (5, 6, 2, 3)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths measured"])
 def test_packed_examples(known):
-    given = [example(length, length) for length in (5, 6, 2, 3)]
-    packed = PackedExamples(Examples.from_iterable(given) if known else given, 8)
+    given = Measured(example(length, length) for length in (5, 6, 2, 3))
+    packed = PackedExamples(given if known else [*given], 8)
     assert (len(packed), packed.lengths) == (2, [8, 8])
     torch.testing.assert_close(packed[1], [given[1], given[2]])
 

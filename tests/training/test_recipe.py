@@ -15,7 +15,6 @@ from tokenizers import normalizers
 from transformers import TrainerState
 
 from eagle31_hf.cli.training import starting_drafter
-from eagle31_hf.training.packing import Examples
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.processes import in_processes
@@ -89,7 +88,7 @@ def test_a_chat_is_held_out_whole():
         return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
 
     chats = [[example([1, chat, *[5] * turn], 7 + turn) for turn in range(1 + chat % 3)] for chat in range(30)]
-    examples = Examples.from_iterable(one for chat in chats for one in chat)
+    examples = [one for chat in chats for one in chat]
     starts = [0, *accumulate(map(len, chats))]
     rows_of = [{*range(start, end)} for start, end in pairwise(starts)]
     drawn = set()
