@@ -8,7 +8,7 @@ from typing import Any
 from ..storage.folders import read_text
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
-from ..training.servers import EngineOptions, Patience
+from ..training.servers import EngineOptions
 from ..training.store import MANIFEST, check_store_folder
 from .loading import load_tokenizer
 from .pairs import sampling_options
@@ -108,10 +108,10 @@ def engine_options(args: argparse.Namespace) -> Any:
         return None
     if not (is_regenerated(args) or wants_states(args)):
         raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
-    patience = Patience() if args.engine_timeout is None else Patience(timeout=args.engine_timeout)
+    timeout = {} if args.engine_timeout is None else {"timeout": args.engine_timeout}
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
     settings = {"settings": dict(args.engine_option), "states_folder": args.engine_states_folder}
-    return EngineOptions(tuple(args.engine), patience=patience, **settings, **requests)
+    return EngineOptions(tuple(args.engine), **settings, **timeout, **requests)
 
 
 def is_regenerated(args: argparse.Namespace) -> bool:

@@ -151,7 +151,7 @@ def engine_states(
     Raises RuntimeError for a server that cannot be reached, ValueError where only some give states, for states of other
     layers or of another target, and for a target whose ends cannot be read alone.
     """
-    servers = Servers.of(options, outline.name_or_path, tell)
+    servers = Servers(options, outline.name_or_path, tell)
     servers.meet(_request([*PROBE[:2]]), max_length, after=1)
     ask = _request([*PROBE[:2]])
     silent = [server.url for server in servers.all if servers.patiently(server.states, ask)[0] is None]

@@ -309,7 +309,7 @@ def engine_answers(
     asked = options.engine
     engine: Servers | VllmEngine
     if asked.is_served:
-        engine = Servers.of(asked, target.name_or_path, tell)
+        engine = Servers(asked, target.name_or_path, tell)
     else:
         engine = VllmEngine(target, options.max_length, asked.settings)
     return EngineAnswers(target, tokenizer, options, engine, vocab_size)

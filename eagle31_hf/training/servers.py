@@ -19,10 +19,20 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait for servers: seconds that one may be silent (`timeout`); tries of a request and of servers that
-    all fail, with pauses between them that double from `pause` to `longest_pause` seconds."""
+class EngineOptions:
+    """The engine that answers instead of generate().
 
+    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together.
+    `settings`: arguments of `vllm.LLM` that win. `states_folder`: where this machine has the folder that servers write
+    hidden states into, None: under the name that they have. `timeout`: seconds that a server may be silent. `tries` of
+    a request, and of servers that all fail, with pauses between them that double from `pause` to `longest_pause`
+    seconds. Raises ValueError for names that are neither, or both, for settings of servers, and without time or tries.
+    """
+
+    names: tuple[str, ...]
+    requests: int = 64
+    settings: dict[str, Any] = field(default_factory=dict)
+    states_folder: str | None = None
     timeout: float = 600.0
     tries: int = 10
     pause: float = 1.0
@@ -34,29 +44,6 @@ class Patience:
                 f"servers are given {self.timeout:g} seconds and {self.tries} tries; expected more than 0, and at least"
                 " 1."
             )
-
-    def pause_after(self, failures: int) -> float:
-        """Returns the pause in seconds after so many failures in a row."""
-        return min(self.longest_pause, self.pause * 2.0 ** (failures - 1))
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The engine that answers instead of generate().
-
-    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together;
-    `patience`: how long they are waited for. `settings`: arguments of `vllm.LLM` that win. `states_folder`: where this
-    machine has the folder that servers write hidden states into, None: under the name that they have. Raises ValueError
-    for names that are neither, or both, and for settings of servers.
-    """
-
-    names: tuple[str, ...]
-    requests: int = 64
-    patience: Patience = field(default_factory=Patience)
-    settings: dict[str, Any] = field(default_factory=dict)
-    states_folder: str | None = None
-
-    def __post_init__(self) -> None:
         if VLLM in self.names and len(self.names) > 1:
             raise ValueError(f"the engine is {' '.join(self.names)}; expected vllm alone, or addresses of servers.")
         if not self.names or self.requests < 1:
@@ -76,28 +63,24 @@ class EngineOptions:
         """True for servers, False for vLLM in this process."""
         return VLLM not in self.names
 
+    def pause_after(self, failures: int) -> float:
+        """Returns the pause in seconds after so many failures in a row."""
+        return min(self.longest_pause, self.pause * 2.0 ** (failures - 1))
+
 
 @dataclass
 class Servers:
-    """Servers that share requests, at most `most` at once over all of them. `tell` is told when one fails and when it
-    is back. The servers of `urls` are met by `meet`."""
+    """The servers that the options name, of the target of this name. They share requests, and are met by `meet`. `tell`
+    is told when one fails and when it is back."""
 
-    urls: tuple[str, ...]
+    options: EngineOptions
     target: str
-    most: int
-    patience: Patience = field(default_factory=Patience)
     tell: Tell = lambda line: None
-    states_folder: str | None = None
 
     def __post_init__(self):
-        self.all = [Server(url, self.patience.timeout, self.states_folder) for url in self.urls]
+        urls = dict.fromkeys(map(base_of, self.options.names))
+        self.all = [Server(url, self.options.timeout, self.options.states_folder) for url in urls]
         self._changed = threading.Condition()
-
-    @classmethod
-    def of(cls, options: EngineOptions, target: str, tell: Tell) -> "Servers":
-        """Returns the servers that the options name, of the target of this name."""
-        urls = tuple(dict.fromkeys(map(base_of, options.names)))
-        return cls(urls, target, options.requests, options.patience, tell, options.states_folder)
 
     @property
     def name(self) -> str:
@@ -154,7 +137,7 @@ class Servers:
                     raise RuntimeError(
                         f"{error}; expected a server that is ready. Start it first, or leave it out."
                     ) from None
-            time.sleep(self.patience.pause_after(tried))
+            time.sleep(self.options.pause_after(tried))
 
     def answers(self, requests: list[Request]) -> list[Completion]:
         """Returns the answers to prompts, in their order. Raises as `each` does."""
@@ -169,7 +152,7 @@ class Servers:
         """
         stop = threading.Event()
         # Threads of this pool that wait for a server do not keep the program from ending.
-        with ThreadPool(max(1, min(self.most, len(requests)))) as pool:
+        with ThreadPool(max(1, min(self.options.requests, len(requests)))) as pool:
             try:
                 numbered = pool.imap_unordered(
                     lambda i: (i, self._answer(ask, requests[i], stop)), range(len(requests))
@@ -182,7 +165,7 @@ class Servers:
         return [results[i] for i in range(len(requests))]
 
     def _answer(self, ask: Callable[[Server, Request], Result], request: Request, stop: threading.Event) -> Result:
-        for tried in range(1, self.patience.tries + 1):
+        for tried in range(1, self.options.tries + 1):
             with self._chosen(stop) as server:
                 known = server.failures
                 try:
@@ -191,7 +174,7 @@ class Servers:
                     result = ask(server, request)
                 except UnavailableError as error:
                     self._failed(server, known, error)
-                    if tried == self.patience.tries or all(s.failures >= self.patience.tries for s in self.all):
+                    if tried == self.options.tries or all(s.failures >= self.options.tries for s in self.all):
                         raise RuntimeError(
                             f"{error}, after {max(tried, server.failures)} tries; what is complete is kept."
                             " Start the server again, and the same command goes on."
@@ -248,7 +231,7 @@ class Servers:
         with self._changed:
             if server.failures == known:
                 server.failures += 1
-                pause = self.patience.pause_after(server.failures)
+                pause = self.options.pause_after(server.failures)
                 server.not_before = time.monotonic() + pause
                 self.tell(f"{error}; it is left out for {pause:g} seconds")
 

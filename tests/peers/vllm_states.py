@@ -32,7 +32,7 @@ from eagle31_hf.training.engine_states import StreamedStates, engine_states, opt
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
-from eagle31_hf.training.servers import EngineOptions, Patience
+from eagle31_hf.training.servers import EngineOptions
 from eagle31_hf.training.store import HiddenStateStore
 from eagle31_hf.training.target import TargetReader
 
@@ -61,7 +61,7 @@ def main() -> None:
     found["beside the target"] = trained(target, examples, args, target)
     with ExitStack() as stack:
         servers = [stack.enter_context(served(args)) for _ in range(2)]
-        engine = EngineOptions(tuple(url for url, _ in servers), patience=Patience(tries=60, longest_pause=2.0))
+        engine = EngineOptions(tuple(url for url, _ in servers), tries=60, longest_pause=2.0)
         outline = load_outline(TARGET, dtype=args.dtype)
         source = engine_states(outline, engine, LAYERS, LENGTH, print)
         source.compare(target)

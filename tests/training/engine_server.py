@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from eagle31_hf.targets.layers import capture_states
 from eagle31_hf.training.engine_server import Request
-from eagle31_hf.training.servers import Patience, Servers
+from eagle31_hf.training.servers import EngineOptions, Servers
 
 INTERRUPTED = 3  # exit status of `ask_until_interrupted`
 HANG = 1.0  # seconds: longer than tests wait for an answer
@@ -193,7 +193,7 @@ class EngineServer:
 def ask_until_interrupted(port: int) -> None:
     """In a process of its own: asks a server, patiently, until there is a Ctrl-C."""
     heeded()
-    servers = Servers((f"http://127.0.0.1:{port}",), "target", 2, Patience(timeout=3600.0))
+    servers = Servers(EngineOptions((f"http://127.0.0.1:{port}",), requests=2, timeout=3600.0), "target")
     try:
         servers.answers([Request([1], 1, 0, {"temperature": 0.0}, [])] * 3)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,13 +23,13 @@ from eagle31_hf.training.engine_states import StreamedStates, engine_states
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
-from eagle31_hf.training.servers import EngineOptions, Patience
+from eagle31_hf.training.servers import EngineOptions
 from eagle31_hf.training.states_file import discard_states
 from eagle31_hf.training.store import HiddenStateStore, read_manifest
 from eagle31_hf.training.target import TargetReader
 
 LAYERS, DEPTH = [2, 3, 4], 7  # of the target's states that are read, and its layers
-QUICKLY = Patience(timeout=5.0, tries=6, pause=0.01, longest_pause=0.05)
+QUICKLY = {"timeout": 5.0, "tries": 6, "pause": 0.01, "longest_pause": 0.05}
 LENGTH = 40
 
 
@@ -73,7 +74,7 @@ def serve(target, tmp_path):
 
 
 def states_of(outline, *servers, layer_ids=LAYERS, told=lambda line: None, **options):
-    engine = EngineOptions(tuple(server.url for server in servers), patience=QUICKLY, **options)
+    engine = EngineOptions(tuple(server.url for server in servers), **QUICKLY, **options)
     return engine_states(outline, engine, layer_ids, LENGTH, told)
 
 
@@ -169,7 +170,7 @@ def test_training_on_streamed_states_learns_as_beside_the_target(outline, target
 def test_a_server_that_is_killed_and_comes_back_costs_nothing(outline, target, serve):
     server = serve()
     source = states_of(outline, server)
-    source.servers.patience = Patience(timeout=5.0, tries=30, pause=0.02, longest_pause=0.1)
+    source.servers.options = replace(source.servers.options, tries=30, pause=0.02, longest_pause=0.1)
     server.trouble = lambda number: "close" if number % 3 == 0 else None
     stopped = threading.Timer(0.05, lambda: (server.stop(), server.start()))
     stopped.start()
@@ -209,7 +210,7 @@ def test_no_file_but_the_texts_states_is_removed(outline, serve, tmp_path, name)
     save_file({"theirs": torch.ones(3)}, path)
     server = serve()
     source = states_of(outline, server)
-    source.servers.patience = Patience(timeout=0.1, tries=1)
+    source.servers.options = replace(source.servers.options, tries=1)
     server._write_states = lambda prompt, number: str(path)
     with pytest.raises((ValueError, RuntimeError), match=r"expected a \.safetensors file|is unfinished"):
         source.of_texts(some_texts(1))

@@ -32,11 +32,11 @@ from eagle31_hf.training.engines import DEFAULTS, GREEDY, sampling_of
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.recipe import ExampleReader
-from eagle31_hf.training.servers import EngineOptions, Patience
+from eagle31_hf.training.servers import EngineOptions
 from eagle31_hf.training.store import HiddenStateStore, missing_shards, read_manifest
 
 LENGTH = 48
-QUICKLY = Patience(timeout=20.0, tries=4, pause=0.01, longest_pause=0.05)
+QUICKLY = {"timeout": 20.0, "tries": 4, "pause": 0.01, "longest_pause": 0.05}
 ANSWERS = {"max_length": LENGTH, "regenerate": True, "max_new_tokens": 10, "records_per_shard": 3}
 GREEDILY = ANSWERS | {"generation": {"do_sample": False}}
 SAMPLED = ANSWERS | {"generation": {"do_sample": True, "temperature": 2.0}}
@@ -110,8 +110,8 @@ def serve(target, tokenizer):
 
 
 def prepare(target, tokenizer, data, folder, servers, progress=None, part=(0, 1), **options) -> Prepared:
-    patience, requests = options.pop("patience", QUICKLY), options.pop("requests", 64)
-    engine = EngineOptions(tuple(server.url for server in servers), requests, patience)
+    patience, requests = options.pop("patience", {}), options.pop("requests", 64)
+    engine = EngineOptions(tuple(server.url for server in servers), requests, **QUICKLY | patience)
     options = PreparationOptions(engine=engine, **options)
     return prepare_data(target, tokenizer, data, folder, options, part=part, progress=progress)
 
@@ -405,9 +405,8 @@ def test_a_complete_store_needs_no_server(tmp_path, outline, tokenizer, data, se
     server.stop()
     assert prepare(outline, tokenizer, data, tmp_path, [server], **GREEDILY) == made
     next(iter(tmp_path.glob("shard-*"))).unlink()
-    impatient = Patience(timeout=1.0, tries=1, pause=0.01)
     with pytest.raises(RuntimeError, match="expected a server that is ready"):
-        prepare(outline, tokenizer, data, tmp_path, [server], patience=impatient, **GREEDILY)
+        prepare(outline, tokenizer, data, tmp_path, [server], patience={"timeout": 1.0, "tries": 1}, **GREEDILY)
 
 
 def test_a_proxy_is_not_asked_for_what_is_here(tmp_path, outline, tokenizer, data, greedy, serve, monkeypatch):
@@ -495,7 +494,7 @@ def test_of_several_models_the_one_named_as_the_target_is_asked(tmp_path, outlin
 def test_what_fails_is_asked_again(tmp_path, outline, tokenizer, data, greedy, serve):
     lines, wrong = [], {7: 500, 9: 503, 11: 429, 13: "close", 15: "hang"}
     server = serve("vllm", trouble=wrong.get)
-    patience = Patience(timeout=0.5, tries=9, pause=0.01, longest_pause=0.05)
+    patience = {"timeout": 0.5, "tries": 9}
     prepare(outline, tokenizer, data, tmp_path, [server], lines.append, patience=patience, requests=1, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert len(server.asked) > max(wrong)
@@ -534,10 +533,10 @@ def test_a_server_that_dies_is_left_out_until_it_is_back(tmp_path, outline, toke
         if "left out" in line:  # it is back at once, and the next request but one finds its pause over
             dying.dead = False
 
-    patience = Patience(timeout=20.0, tries=20, pause=0.02, longest_pause=0.02)
+    patience = {"tries": 20, "pause": 0.02, "longest_pause": 0.02}
     dying = serve("vllm", trouble=dies)
     dying.dead = False
-    steady.waits = dying.waits = 4 * patience.longest_pause
+    steady.waits = dying.waits = 4 * patience["longest_pause"]
     prepare(outline, tokenizer, data, tmp_path, [steady, dying], tell, patience=patience, requests=2, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert any(line.startswith(dying.url) and "left out" in line for line in lines)
@@ -547,7 +546,7 @@ def test_a_server_that_dies_is_left_out_until_it_is_back(tmp_path, outline, toke
 def test_a_server_that_failed_is_not_asked_during_its_pause(tmp_path, outline, tokenizer, data, greedy, serve):
     steady, dead = serve("vllm"), serve("vllm", trouble=lambda number: "close" if number > 5 else None)
     steady.waits = 0.02
-    patience = Patience(timeout=20.0, tries=4, pause=100.0, longest_pause=100.0)
+    patience = {"pause": 100.0, "longest_pause": 100.0}
     prepare(outline, tokenizer, data, tmp_path, [steady, dead], patience=patience, requests=4, **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
     assert 6 <= len(dead.asked) <= 7  # two at once may fail together
@@ -555,12 +554,12 @@ def test_a_server_that_failed_is_not_asked_during_its_pause(tmp_path, outline, t
 
 def test_a_request_that_could_never_succeed_is_refused():
     with pytest.raises(ValueError, match="20 seconds and 0 tries; expected more than 0, and at least 1"):
-        Patience(timeout=20.0, tries=0)
+        EngineOptions(("http://localhost:8000",), timeout=20.0, tries=0)
 
 
 def test_pauses_double_up_to_the_longest():
-    patience = Patience(pause=1.0, longest_pause=60.0)
-    assert [patience.pause_after(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    options = EngineOptions(("http://localhost:8000",), pause=1.0, longest_pause=60.0)
+    assert [options.pause_after(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_all_servers_die_and_the_same_line_goes_on(tmp_path, outline, tokenizer, data, greedy, serve):
@@ -669,7 +668,7 @@ def test_records_of_which_nothing_can_be_asked(tmp_path, outline, tokenizer, ser
 
 def test_training_data_is_answered_by_an_engine(tmp_path, target, tokenizer, data, greedy, serve):
     server = serve()
-    engine = EngineOptions((server.url,), patience=QUICKLY)
+    engine = EngineOptions((server.url,), **QUICKLY)
     options = PreparationOptions(
         max_length=LENGTH, max_new_tokens=10, records_per_shard=3, engine=engine, regenerate=True
     )
@@ -910,7 +909,7 @@ def test_vllm_in_this_process_answers_as_generate_does(tmp_path, code, monkeypat
 @needs_vllm
 def test_a_server_of_vllm_answers_as_generate_does(tmp_path, code, vllm_server):
     target, tokenizer, data, folder = code
-    engine = EngineOptions((vllm_server,), patience=QUICKLY)
+    engine = EngineOptions((vllm_server,), **QUICKLY)
     prepare_data(target, tokenizer, data, tmp_path / "greedy", PreparationOptions(engine=engine, **CODE))
     assert shards(tmp_path / "greedy") == shards(folder)
     sampled = CODE | {"generation": {"do_sample": True, "temperature": 1.5}}
@@ -922,7 +921,7 @@ def test_a_server_of_vllm_answers_as_generate_does(tmp_path, code, vllm_server):
 @needs_vllm
 def test_a_server_of_vllm_that_is_too_short(tmp_path, code, vllm_server):
     target, tokenizer, data, _ = code
-    options = PreparationOptions(engine=EngineOptions((vllm_server,), patience=QUICKLY), **CODE | {"max_length": 65})
+    options = PreparationOptions(engine=EngineOptions((vllm_server,), **QUICKLY), **CODE | {"max_length": 65})
     with pytest.raises(
         ValueError, match="takes 64 tokens with their answer, and max_length is 65; expected at least 65"
     ):

@@ -28,7 +28,7 @@ from eagle31_hf.training.self_prompts import (
     SelfPrompts,
     repeats_itself,
 )
-from eagle31_hf.training.servers import EngineOptions, Patience
+from eagle31_hf.training.servers import EngineOptions
 from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore
 
@@ -218,7 +218,7 @@ def test_an_engine_ends_an_answer_that_repeats_itself(make_target, tokenizer, tm
     for heeds_loops in (True, False):
         server = EngineServer(target, tokenizer, max_model_len=320)
         server.heeds_loops = heeds_loops
-        engine = EngineOptions((server.url,), patience=Patience(timeout=20.0))
+        engine = EngineOptions((server.url,), timeout=20.0)
         options = PreparationOptions(
             regenerate=True, self_prompts=8, max_length=320, max_new_tokens=70, records_per_shard=8, engine=engine
         )
