@@ -159,7 +159,7 @@ class Server:
         self.endpoint = ENDPOINTS["/v1/completions"]
         self.failures = self.in_flight = 0
         self.is_tried = False  # by a request that finds out whether it is back
-        self.not_before = 0.0
+        self.failed_at = self.pause_ends = 0.0
         # A proxy is for what is elsewhere. No redirect is followed: the key would go wherever it leads.
         self._client = httpx.Client(
             base_url=url,

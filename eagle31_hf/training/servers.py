@@ -4,7 +4,6 @@ each time, and tried again."""
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from .engine_server import Completion, Request, Server, UnavailableError, base_o
 
 VLLM = "vllm"
 AT_START = 4  # tries to reach a server before anything is written
+LOOK = 0.02  # seconds between looks at whether a server is free
 Tell = Callable[[str], None]  # is told one line at a time
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ class Servers:
     def __post_init__(self):
         urls = dict.fromkeys(map(base_of, self.options.names))
         self.all = [Server(url, self.options.timeout, self.options.states_folder) for url in urls]
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -154,61 +154,48 @@ class Servers:
         # Threads of this pool that wait for a server do not keep the program from ending.
         with ThreadPool(max(1, min(self.options.requests, len(requests)))) as pool:
             try:
-                numbered = pool.imap_unordered(
-                    lambda i: (i, self._answer(ask, requests[i], stop)), range(len(requests))
-                )
-                results = dict(numbered)
+                return list(pool.imap(lambda request: self._answer(ask, request, stop), requests))
             finally:
                 stop.set()
-                with self._changed:
-                    self._changed.notify_all()
-        return [results[i] for i in range(len(requests))]
 
     def _answer(self, ask: Callable[[Server, Request], Result], request: Request, stop: threading.Event) -> Result:
         for tried in range(1, self.options.tries + 1):
-            with self._chosen(stop) as server:
-                known = server.failures
-                try:
-                    if known:
-                        self._meet_again(server)
-                    result = ask(server, request)
-                except UnavailableError as error:
-                    self._failed(server, known, error)
-                    if tried == self.options.tries or all(s.failures >= self.options.tries for s in self.all):
-                        raise RuntimeError(
-                            f"{error}, after {max(tried, server.failures)} tries; what is complete is kept."
-                            " Start the server again, and the same command goes on."
-                        ) from None
-                else:
-                    self._succeeded(server)
-                    return result
+            server, began, is_trial = self._free(stop)
+            try:
+                if is_trial:
+                    self._meet_again(server)
+                result = ask(server, request)
+            except UnavailableError as error:
+                self._failed(server, began, error)
+                if tried == self.options.tries or all(s.failures >= self.options.tries for s in self.all):
+                    raise RuntimeError(
+                        f"{error}, after {max(tried, server.failures)} tries; what is complete is kept."
+                        " Start the server again, and the same command goes on."
+                    ) from None
+            else:
+                self._succeeded(server)
+                return result
+            finally:
+                with self._lock:
+                    server.in_flight -= 1
+                    server.is_tried = server.is_tried and not is_trial
         raise AssertionError("the last try returns or raises")
 
-    @contextmanager
-    def _chosen(self, stop: threading.Event) -> Iterator[Server]:
-        """A context with a server that is free of failures, or, of those that failed, whose pause is over and that no
-        other request tries."""
-        with self._changed:
-            while True:
-                if stop.is_set():
-                    raise RuntimeError("the other requests have ended")
+    def _free(self, stop: threading.Event) -> tuple[Server, float, bool]:
+        """Waits for a server that is free of failures, or, of those that failed, whose pause is over and that no other
+        request tries. Returns it, the time, and whether this request is the one that tries it."""
+        while not stop.is_set():
+            with self._lock:
                 now = time.monotonic()
-                ready = [s for s in self.all if not s.failures or (s.not_before <= now and not s.is_tried)]
+                ready = [s for s in self.all if not s.failures or (s.pause_ends <= now and not s.is_tried)]
                 if ready:
-                    break
-                times = [s.not_before - now for s in self.all if not s.is_tried]
-                self._changed.wait(max(0.01, min(times, default=1.0)))
-            server = min(ready, key=lambda s: (s.in_flight, s.failures))
-            server.in_flight += 1
-            tries = server.failures > 0
-            server.is_tried = server.is_tried or tries
-        try:
-            yield server
-        finally:
-            with self._changed:
-                server.in_flight -= 1
-                server.is_tried = server.is_tried and not tries
-                self._changed.notify_all()
+                    server = min(ready, key=lambda s: (s.in_flight, s.failures))
+                    server.in_flight += 1
+                    is_trial = server.failures > 0
+                    server.is_tried = server.is_tried or is_trial
+                    return server, now, is_trial
+            stop.wait(LOOK)
+        raise RuntimeError("the other requests have ended")
 
     def _meet_again(self, server: Server) -> None:
         """Looks whether a server that failed serves what it served. Raises ValueError where it serves something else,
@@ -226,17 +213,19 @@ class Servers:
                 f" {before[1]} tokens long, as before it failed."
             )
 
-    def _failed(self, server: Server, known: int, error: UnavailableError) -> None:
-        """Notes a failure, once for requests that fail together: `known` is what one knew when it began."""
-        with self._changed:
-            if server.failures == known:
+    def _failed(self, server: Server, began: float, error: UnavailableError) -> None:
+        """Notes a failure, unless the request `began` before one that is noted: requests that fail together count
+        once, also where one of them fails after the server is back."""
+        with self._lock:
+            if began >= server.failed_at:
+                server.failed_at = time.monotonic()
                 server.failures += 1
                 pause = self.options.pause_after(server.failures)
-                server.not_before = time.monotonic() + pause
+                server.pause_ends = server.failed_at + pause
                 self.tell(f"{error}; it is left out for {pause:g} seconds")
 
     def _succeeded(self, server: Server) -> None:
-        with self._changed:
+        with self._lock:
             if server.failures:
                 server.failures = 0
                 self.tell(f"{server.url} answers again")

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -27,15 +28,16 @@ from eagle31_hf.cli.preparation import add_prepare_data, data_options
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.cli.training import add_train, check_options, read_data
 from eagle31_hf.targets.ends import execution_device
-from eagle31_hf.training.engine_server import KEY, base_of
+from eagle31_hf.training.engine_server import KEY, Request, UnavailableError, base_of
 from eagle31_hf.training.engines import DEFAULTS, GREEDY, sampling_of
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.recipe import ExampleReader
-from eagle31_hf.training.servers import EngineOptions
+from eagle31_hf.training.servers import EngineOptions, Servers
 from eagle31_hf.training.store import HiddenStateStore, missing_shards, read_manifest
 
 LENGTH = 48
+WAIT = 20.0  # seconds for what other threads do
 QUICKLY = {"timeout": 20.0, "tries": 4, "pause": 0.01, "longest_pause": 0.05}
 ANSWERS = {"max_length": LENGTH, "regenerate": True, "max_new_tokens": 10, "records_per_shard": 3}
 GREEDILY = ANSWERS | {"generation": {"do_sample": False}}
@@ -114,6 +116,19 @@ def prepare(target, tokenizer, data, folder, servers, progress=None, part=(0, 1)
     engine = EngineOptions(tuple(server.url for server in servers), requests, **QUICKLY | patience)
     options = PreparationOptions(engine=engine, **options)
     return prepare_data(target, tokenizer, data, folder, options, part=part, progress=progress)
+
+
+def met(server, listed, tell=lambda line: None) -> Servers:
+    """Servers of one that was met; `listed` notes how often it is met again."""
+    servers = Servers(EngineOptions((server.url,), **QUICKLY), "target", tell)
+    servers.all[0].meet("target")
+    get = server._get
+    server._get = lambda handler: (listed.append(handler.path), get(handler))
+    return servers
+
+
+def asked(seed: int) -> Request:
+    return Request([1], 1, seed, {"temperature": 0.0}, [])
 
 
 def shards(folder) -> dict[str, bytes]:
@@ -572,6 +587,50 @@ def test_all_servers_die_and_the_same_line_goes_on(tmp_path, outline, tokenizer,
     assert kept.items() <= shards(greedy).items()
     prepare(outline, tokenizer, data, tmp_path, [serve("sglang")], **GREEDILY)
     assert shards(tmp_path) == shards(greedy)
+
+
+def test_requests_that_fail_together_are_one_failure(serve):
+    """Also where one of them fails after the server is back: it is not left out and met again for that."""
+    lines, listed, failed = [], [], []
+    both, is_back = threading.Barrier(2, timeout=WAIT), threading.Event()
+
+    def tell(line):
+        lines.append(line)
+        if "answers again" in line:
+            is_back.set()
+
+    def ask(server, request):
+        if request not in failed:
+            failed.append(request)
+            both.wait()
+            if request.seed:
+                assert is_back.wait(WAIT)
+            raise UnavailableError("it broke")
+        return request.seed
+
+    servers = met(serve(), listed, tell)
+    assert servers.each(ask, [asked(0), asked(1)]) == [0, 1]
+    assert lines == ["it broke; it is left out for 0.01 seconds", f"{servers.all[0].url} answers again"]
+    assert len(listed) == 1
+
+
+def test_one_request_tries_a_server_that_failed(serve):
+    """The others wait for it, for longer than the pause."""
+    listed, failed, trying = [], [], []
+    together = threading.Barrier(3, timeout=WAIT)
+
+    def ask(server, request):
+        if request not in failed:
+            failed.append(request)
+            together.wait()
+            raise UnavailableError("it broke")
+        if server.failures:
+            trying.append(request)
+            time.sleep(20 * QUICKLY["pause"])
+        return request.seed
+
+    assert met(serve(), listed).each(ask, [asked(seed) for seed in range(3)]) == [0, 1, 2]
+    assert len(trying) == len(listed) == 1
 
 
 @pytest.mark.parametrize("other", [{"id": "another"}, {"max_model_len": 64}], ids=str)
