@@ -99,8 +99,9 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     assert Eagle31DrafterModel.from_pretrained(tmp_path / "upgraded").config.is_eagle31
     assert 'from_pretrained("upgraded"' in (tmp_path / "upgraded" / "README.md").read_text()
     assert "is there already" in error_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
-    texts.write_text('{"words": 1}\n')
-    assert 'line 1: holds no "text" string' in error_of(capsys, *options)
+    for content, words in (('{"text": "a"}\n{"words": 1}\n', "line 2: holds no"), ("\n", "holds no records")):
+        texts.write_text(content)
+        assert words in error_of(capsys, *options)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Files that this library writes and reads, whatever they hold: tensors, JSON lines, folders that appear whole."""
+"""Files that this library writes and reads, whatever they hold: tensors, and folders that appear whole."""

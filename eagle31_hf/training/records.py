@@ -5,13 +5,13 @@ import json
 import os
 import re
 from abc import abstractmethod
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from ..storage.jsonl import JsonLines
 from ..storage.sealed import open_sealed
 from .skipped import Skipped
 
@@ -31,20 +31,33 @@ class Records(Sequence):
 
 
 class Lines(Records):
-    """The objects of a file with one on each line, parsed as they are asked for."""
+    """The objects of a file with one on each line, parsed as they are asked for; blank lines count for nothing. In
+    memory is only where the lines begin, so that a file may be larger than memory."""
 
     def __init__(self, path: Path):
-        self._lines = JsonLines(path, _parsed)
+        self.path = path
+        self._starts = array("Q")  # byte offsets
+        self._numbers = array("Q")  # of the lines, counted from 1
+        start = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._starts.append(start)
+                    self._numbers.append(number)
+                start += len(line)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._starts)
 
     def where(self, number: int) -> str:
-        return f"{self._lines.path}, line {self._lines.line_number(number)}"
+        return f"{self.path}, line {self._numbers[number]}"
 
     def __getitem__(self, index):
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline()
         try:
-            value = self._lines[index]
+            value = _parsed(line)
         except UnicodeDecodeError as error:
             raise Skipped("no UTF-8", f"{error}; expected UTF-8.", self.where(index)) from None
         except RecursionError:

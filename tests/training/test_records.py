@@ -15,7 +15,7 @@ from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-RECORDS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
+RECORDS = [{"text": "one"}, {"text": "two\u2028ü"}, {"text": "three"}]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
 FILES = {
     "data.jsonl": LINES,
@@ -114,7 +114,9 @@ def test_lines_are_parsed_when_asked_for(tmp_path):
     path = tmp_path / "data.jsonl"
     written(tmp_path, path.name, LINES + "\n{broken\n[1]\n")
     records = Lines(path)
-    assert records[2] == RECORDS[2]
+    assert (len(records), records[2]) == (5, RECORDS[2])
+    with pytest.raises(IndexError):
+        records[5]
     for index, line, problem in ((3, 5, "Expecting property name"), (4, 6, "holds a list")):
         with pytest.raises(Skipped, match=rf"data\.jsonl, line {line}: {problem}.*expected one JSON object a line"):
             records[index]
