@@ -7,7 +7,6 @@ also {"states" (T, n*ht), "last_states" (T, ht)}: n aux hidden states, ht target
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,33 +84,23 @@ class PackedExamples(Dataset):
         return [[next(found) for _ in pack] for pack in packs]
 
 
-@dataclass
 class Collator:
     """Makes a batch of examples, or of lists of examples to lie end to end in one sequence each.
 
-    Returns `input_ids`, `answers` and `documents`, all (B, T), T the longest, rounded up to a multiple of
-    `pad_to_multiple_of`. `documents` numbers the examples of a sequence from 1; padding is 0, and answers nowhere.
-    Examples with states give `states` (B, T, n*ht) and `last_states` (B, T, ht), zero in the padding. Raises ValueError
-    for examples without ids or answers, and for states that only some examples have, or not for all tokens.
+    Returns `input_ids`, `answers` and `documents`, all (B, T), T the longest. `documents` numbers the examples of a
+    sequence from 1; padding is 0, and answers nowhere. Examples with states give `states` (B, T, n*ht) and
+    `last_states` (B, T, ht), zero in the padding. Raises ValueError for examples without ids or answers, and for states
+    that only some examples have, or not for all tokens.
     """
-
-    pad_to_multiple_of: int | None = None
 
     def __call__(self, items: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
         sequences = [self._sequence([item] if isinstance(item, Mapping) else item) for item in items]
         if len({frozenset(sequence) for sequence in sequences}) > 1:
             columns = " or ".join(sorted({", ".join(sequence) for sequence in sequences}))
             raise ValueError(f"rows have {columns}; expected the same in all of a batch.")
-        longest = max(len(sequence["input_ids"]) for sequence in sequences)
-        # The first is padded to the length of all: `pad_sequence` pads the others to the longest it is given.
-        length = longest + -longest % (self.pad_to_multiple_of or 1)
-        return {name: self._padded([sequence[name] for sequence in sequences], length) for name in sequences[0]}
-
-    @staticmethod
-    def _padded(parts: list[Tensor], length: int) -> Tensor:
-        first = parts[0].new_zeros(length, *parts[0].shape[1:])
-        first[: len(parts[0])] = parts[0]
-        return pad_sequence([first, *parts[1:]], batch_first=True)
+        return {
+            name: pad_sequence([sequence[name] for sequence in sequences], batch_first=True) for name in sequences[0]
+        }
 
     @staticmethod
     def _sequence(examples: Sequence[Example]) -> dict[str, Tensor]:

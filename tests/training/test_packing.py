@@ -86,12 +86,11 @@ def test_a_batch_spelt_out():
     torch.testing.assert_close(batch, expected)
 
 
-@pytest.mark.parametrize(("multiple", "length"), [(None, 7), (1, 7), (7, 7), (4, 8), (16, 16)])
-def test_states_are_padded_with_zeros(multiple, length):
+def test_states_are_padded_with_zeros():
     items = [[with_states(2), with_states(4)], with_states(7), with_states(3)]
-    batch = Collator(multiple)(items)
+    batch = Collator()(items)
     for name, width in (("states", 2 * WIDTH), ("last_states", WIDTH)):
-        assert batch[name].shape == (3, length, width)
+        assert batch[name].shape == (3, 7, width)
         torch.testing.assert_close(batch[name][0, :6], torch.cat([part[name] for part in items[0]]))
         torch.testing.assert_close(batch[name][1, :7], items[1][name])
         assert not batch[name][batch["documents"] == 0].any()
@@ -108,7 +107,7 @@ def test_states_are_padded_with_zeros(multiple, length):
 def test_packed_and_padded_texts_are_supervised_as_alone(depth):
     """No position is in the padding, and no chain crosses two documents."""
     texts = [example(length, length) for length in (7, 9, 20)]
-    batch = Collator(pad_to_multiple_of=8)([texts[:2], texts[2]])
+    batch = Collator()([texts[:2], texts[2]])
     kept = loss_mask(batch["answers"], depth, documents=batch["documents"])
     alone = [loss_mask(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
     torch.testing.assert_close(kept[0].nonzero().flatten(), torch.cat([alone[0], 7 + alone[1]]))
