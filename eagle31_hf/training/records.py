@@ -57,7 +57,7 @@ class Lines(Records):
             file.seek(self._starts[index])
             line = file.readline()
         try:
-            value = _parsed(line)
+            value = json.loads(line)
         except UnicodeDecodeError as error:
             raise Skipped("no UTF-8", f"{error}; expected UTF-8.", self.where(index)) from None
         except RecursionError:
@@ -123,24 +123,7 @@ class Joined(Records):
         return part[number]
 
 
-def _parsed(data: bytes) -> Any:
-    """Parses a JSON value; a Skipped stands for an object in it that has a key twice, as readers disagree about which
-    of the two counts."""
-
-    def plain(pairs: list[tuple[str, Any]]) -> Any:
-        value = dict(pairs)
-        return (
-            value
-            if len(value) == len(pairs)
-            else Skipped("a key is there twice", "has a key twice; expected every key once")
-        )
-
-    return json.loads(data, object_pairs_hook=plain)
-
-
 def _checked(record: Any, place: str) -> Record:
-    if isinstance(record, Skipped):
-        raise Skipped(record.reason, record.details, place)
     if not isinstance(record, dict):
         raise Skipped("no JSON object", f"holds a {type(record).__name__}; expected one JSON object a line.", place)
     return record
@@ -151,7 +134,7 @@ def _json(path: Path) -> Records:
         if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return Lines(path)
     try:
-        return Items(path, _parsed(path.read_bytes()))
+        return Items(path, json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; expected a list of JSON objects, or one a line.") from None
 
