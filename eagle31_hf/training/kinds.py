@@ -128,20 +128,13 @@ def _string(value: Any, name: str) -> str:
 
 def _check_text(parsed: Any) -> None:
     """Raises Skipped for half a surrogate pair, which no tokenizer reads, anywhere in a parsed record."""
-    left = [parsed]
-    while left:
-        value = left.pop()
-        if isinstance(value, str) and not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise Skipped(
-                    "text is not Unicode", f"text holds half a surrogate pair ({SHORT.repr(value)}); expected Unicode."
-                ) from None
-        elif isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple):
-            left += value
+    try:
+        json.dumps(parsed, ensure_ascii=False, default=str).encode()
+    except RecursionError:
+        raise Skipped("nested too deep") from None
+    except UnicodeEncodeError as error:
+        text = SHORT.repr(error.object[max(0, error.start - 20) : error.end + 20])
+        raise Skipped("text is not Unicode", f"text holds half a surrogate pair ({text}); expected Unicode.") from None
 
 
 def _message(turn: Any) -> dict[str, Any]:
@@ -243,7 +236,8 @@ def parse_record(record: Record) -> Chat | str | Tokens:
     for columns, read in KINDS.items():
         if found.issuperset(columns):
             parsed = read(record)
-            _check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
+            if not isinstance(parsed, Tokens):
+                _check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
             return parsed
     kinds = "; ".join(" and ".join(columns) for columns in KINDS)
     names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"

@@ -88,6 +88,20 @@ def test_parts_of_text_are_text_whatever_their_api_calls_them(kind):
     assert parse_record(record).messages[0]["content"][0]["text"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"text": "a" * 500 + "\ud800" + "b" * 500}, r"'a{20}\\ud800b{20}'"),
+        ({"messages": [ASKED, SAID], "tools": [{"name": {"f": ["\ud800"]}}]}, r".*\{\"f\": \[\"\\ud800\"\]\}.*"),
+        ({"messages": [ASKED | {"\ud800": 1}, SAID]}, r".*\"\\ud800\": 1.*"),
+    ],
+    ids=["text", "a value", "a name"],
+)
+def test_half_a_surrogate_pair_is_shown_where_it_stands(record, shown):
+    with pytest.raises(Skipped, match=rf"half a surrogate pair \({shown}\)"):
+        parse_record(record)
+
+
 def test_any_other_file_is_one_text(tmp_path):
     assert [*read_records(written(tmp_path, "poem.md", "roses\n\nred"))] == [{"text": "roses\n\nred"}]
 
