@@ -100,11 +100,18 @@ class RejectionSampler:
         host, found = drafts.on_host(*suspects, *choices.to_read())
         spoiled = found.pop(0) if suspects else [[False]] * len(sequences)
         choices.read(found, host)
+        return self.walked(sequences, host, spoiled, choices, ends)
+
+    def walked(
+        self, sequences: Sequences, drafts: HostDrafts, spoiled: list[list[bool]], choices: "Choices", ends: Ends
+    ) -> Accepted:
+        """The outcome of each sequence's walk through its drafts. `spoiled`: of every node, whether its logits decide
+        nothing."""
         walks = [
-            None if sequences.finished[b] else self._walk(b, host.children(b), spoiled[b], choices, ends)
+            None if sequences.finished[b] else self._walk(b, drafts.children(b), spoiled[b], choices, ends)
             for b in range(len(sequences))
         ]
-        return Accepted.of(walks, ends.finished, host)
+        return Accepted.of(walks, ends.finished, drafts)
 
     def _choices(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> "Choices":
         """The way tokens are chosen: at all nodes at once where that needs no prefix and no wait, else one by one."""

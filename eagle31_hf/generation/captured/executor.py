@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers.utils import logging
 
 from ...cache import adopt as cache
@@ -17,12 +18,11 @@ from ...cache.transfer import to_device
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
-from ..rejection_sampler import Accepted, Walk, raise_no_distribution
+from ..rejection_sampler import Accepted
 from ..stopping import Ends
-from ..tree import HostDrafts
 from .drafting import fitted
 from .proof import WrongRoundError, verify_and_prove, write_keys_again
-from .round import Outcomes, Round
+from .round import Round, unpacked
 from .seam import Seam
 
 logger = logging.get_logger(__name__)
@@ -142,28 +142,24 @@ class CapturedExecutor:
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
         self._draft(plan)  # of the next round: all it needs is on the device
-        outcome = self._commit(plan, Outcomes.unpacked(read(), self.carry.width, len(self.sequences)))
+        outcome = self._commit(plan, read())
         self.recorder.note("draft", *drafting)
         self.recorder.note("verify", *verifying)
         return outcome
 
-    def _commit(self, plan: Plan, found: Outcomes) -> Outcome:
+    def _commit(self, plan: Plan, found: Tensor) -> Outcome:
         """Ends texts where they end; the device has committed all it accepted."""
         sequences = self.sequences
+        drafts, spoiled, choices = unpacked(found[: len(sequences)], is_chain=plan.top_k == 1)  # no idle rows
         ends = Ends(self.eager.stopping, sequences)
-        has_parents = plan.depth > 0 and plan.top_k > 1
-        drafts = HostDrafts(found.ids, found.parents if has_parents else None, found.log_probs)
-        walks = [None if sequences.finished[b] else _walk(b, found, drafts, ends) for b in range(len(sequences))]
-        accepted = Accepted.of(walks, ends.finished, drafts)
+        accepted = self.eager.sampler.walked(sequences, drafts, spoiled, choices, ends)
         has_ended = ends.finished != sequences.finished
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
         if has_ended:
             self._send("going", [not finished for finished in ends.finished])
         self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
-        self.was_short = any(
-            spoiled and not ended for spoiled, ended in zip(found.is_spoiled, ends.finished, strict=True)
-        )
-        return Outcome(plan.kind, 1 + len(found.ids[0]), accepted)
+        self.was_short = accepted.is_short
+        return Outcome(plan.kind, 1 + len(drafts.ids[0]), accepted)
 
     def _fill_carry(self) -> None:
         """Hands the carry what the prompt has left."""
@@ -229,22 +225,6 @@ class CapturedExecutor:
             rows = slice(len(self.sequences))
             unread = AuxStates(carry.states[rows], carry.tokens[rows], self.num_unread)
             eager.unread.put(unread.at_most(self.num_unread).copied())
-
-
-def _walk(b: int, found: Outcomes, drafts: HostDrafts, ends: Ends) -> Walk:
-    """The way of sequence b through its drafts, up to the token that ends it."""
-    walk = Walk([], [0], [])
-    children = drafts.children(b)
-    for token, is_distribution in zip(found.tokens[b][: found.counts[b]], found.are_distributions[b], strict=False):
-        if not is_distribution:
-            raise_no_distribution()
-        walk.tokens.append(token)
-        child = children[walk.path[-1]].get(token)
-        if child is not None:
-            walk.path.append(child)
-        if ends.after(b, walk.tokens, []) or child is None:
-            break
-    return walk
 
 
 def _is_of_capturing(failure: Exception) -> bool:

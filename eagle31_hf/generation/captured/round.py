@@ -5,7 +5,6 @@ B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V targ
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from ...targets.fused import fused_layers
 from ...targets.masks import span_masks
 from ...targets.tree_attention import attention_of_rounds
 from ..planning.plan import Plan
-from ..rejection_sampler import are_spoiled
+from ..rejection_sampler import AtAllNodes, are_spoiled
+from ..tree import HostDrafts
 from .carry import Carry
 from .drafting import Drafting, Drafts
 from .proof import Verified
@@ -27,7 +27,7 @@ class Round(Drafting):
 
     def __init__(self, carry: Carry):
         super().__init__(carry)
-        self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `Outcomes`
+        self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `packed`
         self.verified: dict[Plan, Verified] = {}
         self.num_proved = Counter[Plan]()  # rounds that were compared with the target's own forwards
 
@@ -59,9 +59,7 @@ class Round(Drafting):
         carry.tokens.copy_(tokens)
         carry.count.copy_(count)
         carry.length.add_(count)
-        is_drawn = self.parts.sampler.noise is not None  # else all are lawful
-        lawful = lawful.gather(1, on_path) if is_drawn else lawful[:, :1].expand_as(tokens)
-        self.out[plan] = Outcomes.packed(count, spoiled, tokens, lawful, drafts)
+        self.out[plan] = packed(chosen, spoiled, lawful, drafts)
 
     def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""
@@ -86,39 +84,20 @@ class Round(Drafting):
         return self.parts.sampler.choose_at_nodes(logits, drafts, noise)
 
 
-@dataclass
-class Outcomes:
-    """The results of one round as the host reads them, lists by sequence: how many tokens are new; whether some logits
-    decided nothing, being NaN; the new tokens (M), and whether each was drawn from a distribution; and the drafts."""
+def packed(chosen: Tensor, spoiled: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
+    """What the host reads of a round, in one tensor of int64 (B, 3 N + 3 K): of each node the token chosen after it,
+    whether its logits decide nothing, and whether its scores are a distribution; then the drafts."""
+    log_probs = drafts.log_probs.float().view(torch.int32).long()
+    return torch.cat((chosen, spoiled.long(), lawful, drafts.ids, drafts.parents, log_probs), dim=1)
 
-    counts: list[int]
-    is_spoiled: list[bool]
-    tokens: list[list[int]]
-    are_distributions: list[list[int]]
-    ids: list[list[int]]
-    parents: list[list[int]]
-    log_probs: list[list[float]]
 
-    @staticmethod
-    def packed(count: Tensor, spoiled: Tensor, tokens: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
-        """Packs all of it into one tensor of int64 (B, 2 + 2 M + 3 K), on the device."""
-        log_probs = drafts.log_probs.float().view(torch.int32).long()
-        parts = count, spoiled.sum(1, keepdim=True), tokens, lawful, drafts.ids, drafts.parents, log_probs
-        return torch.cat(parts, dim=1)
-
-    @classmethod
-    def unpacked(cls, packed: Tensor, width: int, num_sequences: int) -> "Outcomes":
-        """Takes apart the tensor that `packed` made, once it is on the host, without idle rows. `width`: M."""
-        packed = packed[:num_sequences]
-        num_drafts = (packed.shape[1] - 2 - 2 * width) // 3
-        sizes = (1, 1, width, width, num_drafts, num_drafts, num_drafts)
-        count, spoiled, tokens, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)
-        return cls(
-            counts=count[:, 0].tolist(),
-            is_spoiled=(spoiled[:, 0] > 0).tolist(),
-            tokens=tokens.tolist(),
-            are_distributions=lawful.tolist(),
-            ids=ids.tolist(),
-            parents=parents.tolist(),
-            log_probs=log_probs.int().view(torch.float32).tolist(),
-        )
+def unpacked(packed: Tensor, is_chain: bool) -> tuple[HostDrafts, list[list[bool]], AtAllNodes]:
+    """Takes apart on the host what `packed` made: the drafts, which nodes are spoiled, and the tokens chosen."""
+    num_drafts = (packed.shape[1] - 3) // 6
+    sizes = [num_drafts + 1] * 3 + [num_drafts] * 3
+    chosen, spoiled, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)
+    log_probs = log_probs.int().view(torch.float32)
+    drafts = HostDrafts(ids.tolist(), None if is_chain else parents.tolist(), log_probs.tolist())
+    choices = AtAllNodes(chosen, packed.new_empty(*chosen.shape, 0), check=True)  # nobody asks for scores
+    choices.read([chosen.tolist(), lawful.tolist()], drafts)
+    return drafts, spoiled.tolist(), choices
