@@ -99,7 +99,7 @@ class RejectionSampler:
         suspects = [] if drafts.is_plain else [are_spoiled(logits)]
         host, found = drafts.on_host(*suspects, *choices.to_read())
         spoiled = found.pop(0) if suspects else [[False]] * len(sequences)
-        choices.read(found, host)
+        choices.read(found)
         return self.walked(sequences, host, spoiled, choices, ends)
 
     def walked(
@@ -119,8 +119,8 @@ class RejectionSampler:
             return AtAllNodes(likeliest(logits), logits)
         are_pointwise = processors.are(self.processors, processors.POINTWISE)
         is_coupled = self.noise is None or self.noise.is_coupled
-        if not is_coupled and are_pointwise and drafts.logits is not None:
-            return DrawnBlock(self, sequences, drafts, self._processed(logits))
+        if self.noise is not None and not is_coupled and are_pointwise and drafts.logits is not None:
+            return drawn_block(self.noise, drafts, self._processed(logits))
         if not are_pointwise or not is_coupled or not self.saves_waits(logits):
             return NodeByNode(self, sequences, drafts, logits)
         scores = self._processed(logits)
@@ -193,7 +193,6 @@ class RejectionSampler:
             # Asked before the next prefix is shown to a processor: plain decoding shows none that goes past the end.
             if ends.after(b, walk.tokens, walk.scores) or child is None:
                 break
-        choices.finish(b, walk)
         return walk
 
 
@@ -241,15 +240,12 @@ class Choices:
         """Tensors that the host needs before the first token."""
         return []
 
-    def read(self, lists: list, drafts: HostDrafts) -> None:
+    def read(self, lists: list) -> None:
         """Takes what `to_read` named, as lists."""
 
     def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
         """The token of sequence b at a node whose path gave `tokens`, and its scores (1, V)."""
         raise NotImplementedError
-
-    def finish(self, b: int, walk: Walk) -> None:
-        """The walk of sequence b is over."""
 
 
 class AtAllNodes(Choices):
@@ -263,7 +259,7 @@ class AtAllNodes(Choices):
     def to_read(self) -> list[Tensor]:
         return [self.chosen, are_distributions(self.scores)] if self.check else [self.chosen]
 
-    def read(self, lists: list, drafts: HostDrafts) -> None:
+    def read(self, lists: list) -> None:
         self.ids = lists[0]
         self.are_distributions = lists[1] if self.check else None
 
@@ -296,37 +292,22 @@ class NodeByNode(Choices):
         return int(self.sampler.choose(b, context.shape[1], scores, draft, q_logits)), scores
 
 
-class DrawnBlock(Choices):
-    """Block verification of a chain (B is 1) that was drawn from the drafter, by `scores` (1, N, V)."""
+def drawn_block(noise: Noise, drafts: DraftTokens, scores: Tensor) -> AtAllNodes:
+    """Block verification of a chain (B is 1) that was drawn from the drafter, by `scores` (1, N, V): its drafts are
+    chosen up to the last one that is accepted, then a token of what is left of p there.
 
-    def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, scores: Tensor):
-        assert sampler.noise is not None
-        assert drafts.logits is not None
-        self.noise = sampler.noise
-        self.length = sequences.lengths.host[0]
-        self.scores = scores[0]
-        self.q_logits = drafts.logits[0, : drafts.ids.shape[1]]
-        self.drafts = drafts.ids[0]
-
-    def to_read(self) -> list[Tensor]:
-        chances, self.shares = block_chances(self.drafts, self.scores, self.q_logits)
-        return [self.noise.uniforms(0, len(self.drafts)) < chances, are_distributions(self.scores)]
-
-    def read(self, lists: list, drafts: HostDrafts) -> None:
-        accepts, self.are_distributions = lists
-        self.count = max((i + 1 for i, accepts_up_to in enumerate(accepts) if accepts_up_to), default=0)
-        self.ids = drafts.ids[0]
-
-    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
-        scores = self.scores[node : node + 1]
-        if not self.are_distributions[node]:
-            raise_no_distribution()
-        if node < self.count:
-            return self.ids[node], scores
-        weights = scores
-        if node < len(self.ids):
-            weights = residual(scores, self.q_logits[node : node + 1], self.shares[node])
-        return int(self.noise.pick(b, self.length + len(tokens), weights)), scores
+    That token is never the next draft, so the walk ends with it: where p has more left than q has, the draft's chance
+    is 1.
+    """
+    assert drafts.logits is not None
+    ids, p_logits, q_logits = drafts.ids[0], scores[0], drafts.logits[0]
+    chances, shares = block_chances(ids, p_logits, q_logits)
+    accepts = noise.uniforms(0, len(ids)) < chances
+    last = (accepts * torch.arange(1, len(ids) + 1, device=ids.device)).amax(0, keepdim=True)  # node (1,)
+    rest = residual(p_logits[last], q_logits[last.clamp(max=len(ids) - 1)], shares[last])
+    weights = torch.where(last < len(ids), rest, p_logits[last])
+    own = (weights + noise.gumbel(0)).argmax(-1)
+    return AtAllNodes(torch.cat((ids, own)).scatter(0, last, own)[None], scores, check=True)
 
 
 def block_chances(drafts: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from programs import called, forked
 MOST_WAITS = {
     "chain": 2,
     "tree": 3,
-    "sampled chain": 3,
+    "sampled chain": 2,
     "sampled tree": 3,
     "chain, batch of 4": 4,
     "tree, batch of 4": 4,

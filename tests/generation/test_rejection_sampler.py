@@ -26,7 +26,6 @@ from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.rejection_sampler import (
     Accepted,
     AtAllNodes,
-    DrawnBlock,
     LockStepSampler,
     RejectionSampler,
     Walk,
@@ -285,7 +284,7 @@ def test_a_chain_that_was_drawn_is_verified_as_a_block():
         sequences, q_logits = Sequences(PREFIX, 0), torch.randn(1, 4, 6)
         logits = torch.cat((q_logits, torch.randn(1, 1, 6)), dim=1) + 0.5 * torch.randn(1, 5, 6)
         drafts = DraftTokens(torch.multinomial(q_logits[0].softmax(-1), 1).T, 4, logits=q_logits)
-        assert isinstance(one._choices(sequences, drafts, logits.clone()), DrawnBlock)
+        assert isinstance(one._choices(sequences, drafts, logits.clone()), AtAllNodes)
         accepted = one.accept(sequences, drafts, logits, ends_of(sequences, EosTokenCriteria(torch.tensor([0]))))
         (tokens,), (count,) = accepted.tokens, accepted.num_drafts
         assert tokens[:count] == drafts.ids[0, :count].tolist()

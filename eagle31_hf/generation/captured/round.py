@@ -99,5 +99,5 @@ def unpacked(packed: Tensor, is_chain: bool) -> tuple[HostDrafts, list[list[bool
     log_probs = log_probs.int().view(torch.float32)
     drafts = HostDrafts(ids.tolist(), None if is_chain else parents.tolist(), log_probs.tolist())
     choices = AtAllNodes(chosen, packed.new_empty(*chosen.shape, 0), check=True)  # nobody asks for scores
-    choices.read([chosen.tolist(), lawful.tolist()], drafts)
+    choices.read([chosen.tolist(), lawful.tolist()])
     return drafts, spoiled.tolist(), choices
