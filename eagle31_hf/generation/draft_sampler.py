@@ -62,56 +62,37 @@ class DraftSampler:
         """Returns the temperature that the target draws at; 1 where nothing is drawn."""
         return 1.0 if self.noise is None else processors.temperature(self.processors[0])
 
-    def draw(
-        self, logits: Tensor, prefixes: list[Tensor], level: int, path_ids: Tensor | None
-    ) -> tuple[Tensor | None, Tensor, bool]:
-        """Draft logits (B, Vd) -> one target id of each sequence (B, 1), the logits it was chosen by, and whether it is
-        trusted in any sequence.
-
-        `prefixes`: every sequence (1, L_b) so far; `level`: how many tokens have been drafted after it; `path_ids`
-        (B, 1, level), where processors read the text: these tokens. The ids are None where the processors leave the
-        drafter nothing to propose.
-        """
-        in_target_ids = self.noise is not None or self.reads_text
-        logits, ids = self._processed(logits[:, None], prefixes, path_ids, in_target_ids)
-        logits = logits[:, 0]
-        if self.reads_text and bool((logits.amax(-1) == IMPOSSIBLE).any()):
-            return None, logits, False
-        if self.noise is None:
-            tokens = logits.argmax(-1, keepdim=True)
-        else:
-            drawn_from = logits.float().to(self.noise.device)
-            slots = [prefix.shape[1] + level for prefix in prefixes]
-            picked = [self.noise.pick(b, slot, drawn_from[b : b + 1]) for b, slot in enumerate(slots)]
-            tokens = torch.stack(picked).to(logits.device)
-        is_trusted = True
-        if self.threshold:
-            is_trusted = bool((logits.float().softmax(-1).gather(1, tokens) >= self.threshold).any())
-        return tokens if ids is None else ids[tokens], logits, is_trusted
-
     @property
     def is_plain(self) -> bool:
         """Returns whether it reads the drafter's logits as they are."""
         return self.noise is None and not self.processors[0] and self.columns is None
 
-    def drawn(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """Draft logits (B, Vd) and the noise (B, V) that the target will draw with -> target ids (B, 1). For
-        processors that read no text."""
-        processed, ids = self._processed(logits[:, None], [logits], None, in_target_ids=noise is not None)
-        tokens = (processed[:, 0] if noise is None else processed[:, 0].float() + noise).argmax(-1, keepdim=True)
-        return tokens if ids is None else ids[tokens]
+    def noise_after(self, prefixes: list[Tensor], level: int) -> Tensor | None:
+        """The noise (B, V) of the slot `level` tokens after every sequence (1, L_b); None where nothing is drawn."""
+        if self.noise is None:
+            return None
+        noise = [self.noise.at(b, prefix.shape[1] + level) for b, prefix in enumerate(prefixes)]
+        return torch.stack(noise).to(self.device)
 
-    def likeliest(
-        self, logits: Tensor, top_k: int, prefixes: list[Tensor], level: int, path_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Draft logits (B, F, Vd) -> log-probabilities and target ids (B, F, k) of the tokens that the target is
-        likeliest to choose. `path_ids` (B, F, level), where processors read the text: the tokens drafted up to every
-        node."""
-        noise = None
-        if self.noise is not None:
-            noise = torch.stack([self.noise.of_slot(b, one.shape[1] + level) for b, one in enumerate(prefixes)])
-            noise = noise.to(logits.device)
-        return self.scored(logits, top_k, noise, prefixes, path_ids)
+    def draw(
+        self, logits: Tensor, noise: Tensor | None, prefixes: Sequence[Tensor] = (), path_ids: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor, bool]:
+        """Draft logits (B, Vd) and the noise (B, V) of their slot -> one target id of each sequence (B, 1), the logits
+        it was chosen by, and whether it is trusted in any sequence.
+
+        Where processors read the text: `prefixes`, every sequence (1, L_b) so far; `path_ids` (B, 1, level), the tokens
+        that have been drafted after it. The ids are None where the processors leave the drafter nothing to propose.
+        """
+        in_target_ids = noise is not None or self.reads_text
+        logits, ids = self._processed(logits[:, None], prefixes, path_ids, in_target_ids)
+        logits = logits[:, 0]
+        if self.reads_text and bool((logits.amax(-1) == IMPOSSIBLE).any()):
+            return None, logits, False
+        tokens = (logits if noise is None else logits.float() + noise).argmax(-1, keepdim=True)
+        is_trusted = True
+        if self.threshold:
+            is_trusted = bool((logits.float().softmax(-1).gather(1, tokens) >= self.threshold).any())
+        return tokens if ids is None else ids[tokens], logits, is_trusted
 
     def scored(
         self,
@@ -121,9 +102,10 @@ class DraftSampler:
         prefixes: Sequence[Tensor] = (),
         path_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores tokens as `likeliest` does, with the noise (B, V) of their slot given. `prefixes` may be left out
-        where no processor reads the text."""
-        logits, ids = self._processed(logits.float(), prefixes or [logits], path_ids, in_target_ids=self.reads_text)
+        """Draft logits (B, F, Vd) and the noise (B, V) of their slot -> log-probabilities and target ids (B, F, k) of
+        the tokens that the target is likeliest to choose. `prefixes` and `path_ids` (B, F, level) as in `draw`: the
+        tokens drafted up to every node."""
+        logits, ids = self._processed(logits.float(), prefixes, path_ids, in_target_ids=self.reads_text)
         if noise is not None:
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
             if not self.reads_text:
@@ -148,7 +130,7 @@ class DraftSampler:
         if in_target_ids:
             logits, ids = scatter_logits(logits, ids, self.vocab_size), None
         if self.processors[0]:
-            logits = processors.apply(self.processors, self._texts(prefixes, path_ids), logits)
+            logits = processors.apply(self.processors, self._texts(prefixes or [logits], path_ids), logits)
         return logits.unflatten(0, shape), ids
 
     def _texts(self, prefixes: Sequence[Tensor], path_ids: Tensor | None) -> Sequence[Tensor]:

@@ -46,11 +46,14 @@ class Noise:
             for slot in [slot for slot in noise if slot < length]:
                 del noise[slot]
 
+    def at(self, b: int, slot: int) -> Tensor:
+        """The noise (V,) that the token of a slot is drawn with: fresh unless coupled."""
+        return self.of_slot(b, slot) if self.is_coupled else self.gumbel(b)
+
     def uniforms(self, b: int, count: int) -> Tensor:
         """Numbers (count,) in [0, 1)."""
         return torch.rand(count, generator=self.generators[b], device=self.device)
 
     def pick(self, b: int, slot: int, log_weights: Tensor) -> Tensor:
         """A token (1,) with the chances softmax(log_weights (1, V))."""
-        noise = self.of_slot(b, slot) if self.is_coupled else self.gumbel(b)
-        return (log_weights + noise).argmax(-1)
+        return (log_weights + self.at(b, slot)).argmax(-1)

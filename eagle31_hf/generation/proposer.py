@@ -58,7 +58,8 @@ class Proposer:
         """Adds the likeliest children of every node. Returns how many of them the next level starts from."""
         plan, expansion = level.plan, level.expansion
         depth = expansion.levels
-        log_probs, ids = self.sampler.likeliest(level.logits, plan.top_k, level.prefixes, depth, level.texts(self))
+        noise = self.sampler.noise_after(level.prefixes, depth)
+        log_probs, ids = self.sampler.scored(level.logits, plan.top_k, noise, level.prefixes, level.texts(self))
         if plan.controller is None:
             expansion.extend(ids, log_probs)
             return plan.max_width
@@ -67,8 +68,8 @@ class Proposer:
 
     def _draw(self, level: "Level") -> int:
         """Adds one child, as the target would choose it. Returns 0 where the drafter does not trust it, else 1."""
-        depth = level.expansion.levels
-        ids, logits, is_trusted = self.sampler.draw(level.logits[:, -1], level.prefixes, depth, level.texts(self))
+        noise = self.sampler.noise_after(level.prefixes, level.expansion.levels)
+        ids, logits, is_trusted = self.sampler.draw(level.logits[:, -1], noise, level.prefixes, level.texts(self))
         if ids is None:
             return 0
         level.expansion.extend(ids[..., None])

@@ -247,7 +247,7 @@ def drafting_of(
         if read_text.unread is not None:
             unread.put(read_text.unread)
     vocab_size = num_logits(request.target)
-    threshold = request.settings.threshold
+    threshold = 0.0 if request.settings.is_auto else request.settings.threshold  # auto weighs chances itself
     sampler = DraftSampler(
         request.drafter, vocab_size, request.logits_processor, noise, threshold, len(request.input_ids)
     )

@@ -19,7 +19,7 @@ class DraftTokens:
 
     `ids` (B, K): target ids; `depth`: levels, at most. Of trees: `parents` (B, K), nodes; `depths` (B, N), the
     root's being 0; `ancestors` (B, N, N): whether node j is on the path to node i, i itself included. `log_probs`
-    (B, K): the scores of each, given its parent, as `DraftSampler.likeliest` returns them. `logits` (B, K, V): those
+    (B, K): the scores of each, given its parent, as `DraftSampler.scored` returns them. `logits` (B, K, V): those
     that the tokens of a chain were drawn from, where rejection sampling needs them. `guess`: of sequences for which
     nothing is drafted, the likeliest next token (B, 1) and its log-probability (B, 1). `is_plain`: nothing is
     drafted, and no earlier draft is left in the cache, so the target's logits are those of plain decoding.

@@ -525,6 +525,14 @@ def test_why_rounds_run_eagerly(pair, options, reason):
     assert reason in stats.summary()
 
 
+def test_auto_drafts_whatever_the_confidence_threshold(pair):
+    """It would have the host look at every draft."""
+    options = {"do_sample": True, "top_k": 5, "max_new_tokens": 30, "assistant_confidence_threshold": 0.5}
+    _, stats = decode(pair, Recorded(), "auto", **options)
+    assert set(stats.executions) == {f"as {Recorded.name}"}
+    assert stats.kinds["chains"] > 0
+
+
 def test_autocast_runs_eagerly(pair):
     with torch.autocast("cpu", torch.bfloat16):
         _, stats = decode(pair, Recorded())

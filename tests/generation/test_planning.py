@@ -162,7 +162,10 @@ class Drafter:
     def settle(self) -> None:
         """Nothing is kept."""
 
-    def likeliest(self, logits: Tensor, top_k: int, *_) -> tuple[Tensor, Tensor]:
+    def noise_after(self, *_) -> None:
+        """Nothing is drawn."""
+
+    def scored(self, logits: Tensor, top_k: int, *_) -> tuple[Tensor, Tensor]:
         log_probs = self.world.log_probs(logits.shape[1], top_k)
         first = len(self.log_probs) + 1
         ids = torch.arange(first, first + log_probs.numel()).view_as(log_probs)
@@ -170,7 +173,7 @@ class Drafter:
         return log_probs, ids
 
     def draw(self, logits: Tensor, *_) -> tuple[Tensor, Tensor, bool]:
-        return self.likeliest(logits[:, None], 1)[1][:, 0], logits, True
+        return self.scored(logits[:, None], 1)[1][:, 0], logits, True
 
 
 @dataclass

@@ -264,7 +264,9 @@ class Drafting:
         where it was drawn, since nobody asks for it."""
         if self.parts.draft_sampler.is_plain:
             return self._likeliest(logits, 1, level)
-        ids = self.parts.draft_sampler.drawn(logits[:, 0], self.noise_of(level))[:, None]
+        ids, _, _ = self.parts.draft_sampler.draw(logits[:, 0], self.noise_of(level))
+        assert ids is not None  # no processor reads the text
+        ids = ids[:, None]
         return ids, torch.zeros_like(ids, dtype=torch.float32)
 
     def noise_of(self, depths: int | Tensor) -> Tensor | None:
