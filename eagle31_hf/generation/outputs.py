@@ -1,5 +1,5 @@
 """The outputs that `return_dict_in_generate` asks for, cut from multi-token forwards into the pieces plain generate
-returns, one per token."""
+returns, one per token. Where attentions are asked for nothing is drafted."""
 
 from typing import Any
 
@@ -48,19 +48,14 @@ class OutputCollector:
         if self.attentions is not None:
             layers = outputs.attentions
             is_there = bool(layers) and layers[0] is not None  # some implementations return none
-            num_kept = layers[0].shape[2] if is_prefill and is_there else num_tokens
-            spans = [slice(0, num_kept)] if is_prefill else [slice(i, i + 1) for i in range(num_tokens)]
-            self.attentions += tuple(self._cut(layers, num_kept, span) if is_there else layers for span in spans)
+            self.attentions += (self._cut(layers) if is_there else layers,)
 
-    def _cut(self, layers: tuple[Tensor, ...], num_kept: int, tokens: slice) -> tuple[Tensor, ...]:
-        """Layers (B, H, R, keys), of whose R tokens the first `num_kept` were committed -> those of some tokens, over
-        the keys that stock layers show them. Keys after a token's own belong to the tokens after it."""
-        num_after, count = num_kept - tokens.stop, tokens.stop - tokens.start
+    def _cut(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The attentions (B, H, R, keys) of a forward over the keys that stock layers show."""
         held = attention_layers(self.past_key_values)
         held += [held[i] for i in self.shared]
-        num_keys = [layer.shape[3] - layer.shape[2] + num_kept for layer in layers]
-        spans = [attention_span(*of_layer, num_after, count) for of_layer in zip(held, num_keys, strict=True)]
-        return tuple(layer[:, :, tokens, span] for layer, span in zip(layers, spans, strict=True))
+        pairs = zip(held, layers, strict=True)
+        return tuple(layer[..., attention_span(of_layer, layer.shape[3], layer.shape[2])] for of_layer, layer in pairs)
 
     def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Returns what generate() returns."""

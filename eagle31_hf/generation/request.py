@@ -20,7 +20,7 @@ from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
 from ..targets.layers import capture_states, decoder_layers, layers_that_share
 from ..targets.masks import windows_of
-from ..targets.probe import why_no_drafts_with_attentions, why_no_trees
+from ..targets.probe import why_no_trees
 from ..targets.recurrent import has_hooks_of_others
 from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
@@ -99,8 +99,7 @@ class Mode:
     @classmethod
     def of(cls, request: Request, runner: TargetRunner, stopping: Stopping) -> "Mode":
         """The mode that serves a request: the freest one that leaves its output as plain decoding would have it."""
-        returns_attentions = bool(runner.model_kwargs.get("output_attentions"))
-        may_draft = not returns_attentions or why_no_drafts_with_attentions(request.target) is None
+        may_draft = not runner.model_kwargs.get("output_attentions")  # Falcon's tokens then see later ones
         sees_trees = may_draft and can_see_trees(request, runner)
         is_free = (
             sees_trees
@@ -116,13 +115,12 @@ class Mode:
 def can_see_trees(request: Request, runner: TargetRunner) -> bool:
     """Returns whether trees, and sequences of different lengths, can be verified; tried only where they are wanted.
 
-    Attentions and hidden states of a tree's nodes are not the sequence's; flash attention in the drafter takes no mask
-    of a tree.
+    Hidden states of a tree's nodes are not the sequence's; flash attention in the drafter takes no mask of a tree.
     """
     config = request.generation_config
     if len(request.input_ids) == 1 and not request.settings.may_draw_trees:
         return False
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+    if config.return_dict_in_generate and config.output_hidden_states:
         return False
     if request.drafter.config._attn_implementation not in MASKED:
         return False

@@ -1,5 +1,5 @@
 """Tries of a target, on a few random tokens, once for every class and attention implementation: whether it can verify
-trees, and whether it can verify anything while it returns attentions."""
+trees."""
 
 import math
 import os
@@ -81,13 +81,6 @@ def why_no_trees(
     return _verdict("chains instead of trees", target, given, find)
 
 
-def why_no_drafts_with_attentions(target: PreTrainedModel) -> str | None:
-    """Returns None where a forward that returns attentions reads several tokens as it reads them one by one, else
-    the reason, logged the first time it is found. Some have other code for such forwards: Falcon's adds the sdpa
-    implementation's boolean mask, so that tokens see those after them."""
-    return _verdict("nothing is drafted while attentions are returned", target, (), lambda: _try_attentions(target))
-
-
 def _verdict(
     meaning: str, target: PreTrainedModel, given: tuple[bool, ...], find: Callable[[], str | None]
 ) -> str | None:
@@ -137,16 +130,6 @@ def _try_spans(target: PreTrainedModel) -> str | None:
         "its forward refuses to read a tree from an arena",
         "its logits over a tree in an arena differ from those over its paths",
         _rounding_anew,
-    )
-
-
-def _try_attentions(target: PreTrainedModel) -> str | None:
-    return _judged(
-        target,
-        _error_with_attentions,
-        "its forward refuses to return attentions",
-        "its logits for a token then depend on the tokens after it; load it with attn_implementation='eager' to have"
-        " drafts",
     )
 
 
@@ -327,25 +310,3 @@ def _read(target: PreTrainedModel, prefix: Tensor, new: Tensor) -> Tensor:
     here = torch.tensor([[prefix.shape[1]]], device=new.device)
     each = [target(input_ids=new[:, i : i + 1], position_ids=here + i, **given).logits for i in range(new.shape[1])]
     return torch.cat(each, dim=1)
-
-
-@torch.no_grad()
-def _error_with_attentions(target: PreTrainedModel) -> float:
-    """The `difference` of a token's logits when the target reads tokens after it in the same forward, attentions being
-    returned."""
-    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + 3)
-    found = []
-    for num_tokens in (1, 3):
-        cache = DynamicCache(config=config)
-        for begin, end in ((0, PREFIX), (PREFIX, PREFIX + num_tokens)):
-            mask = torch.ones_like(ids[:, :end])
-            out = target(
-                input_ids=ids[:, begin:end],
-                attention_mask=mask,
-                use_cache=True,
-                output_attentions=True,
-                **cache_argument(target.forward, cache),
-            )
-        found.append(out.logits[0, -num_tokens].float())
-    alone, among = found
-    return difference(among, alone)
