@@ -13,7 +13,7 @@ from eagle31_hf.clock import Clock
 from eagle31_hf.generation.captured.seam import Seam
 
 
-class Marked:
+class Marked(Seam):
     """Another seam, measured. `capture_seconds`: what captures took, first uses of kernels included; `spans`: marks
     before and after whatever was run, in order.
 

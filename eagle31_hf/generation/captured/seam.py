@@ -5,58 +5,40 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Seam(Protocol):
-    """A way to run rounds. `name` tells it from others, and says to people which it is."""
-
-    name: str
-
-    def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
-        """Captures a function of static tensors and returns what replays it. The function may be run for warming up;
-        the caller puts back what it then changes. `part`: which one it is, "draft" or "verify"."""
-        ...
-
-    def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts to copy a tensor to the host; what is returned waits for the copy, and returns it."""
-        ...
-
-    def wait_for_last(self) -> None:
-        """Has the work of a call wait on the device for that of the last one, whose last draft may still run."""
-        ...
-
-    def note_last(self) -> None:
-        """Notes the work of a call that ends, for `wait_for_last`."""
-        ...
-
-
-class Uncaptured:
-    """Runs the functions as they are, on any device."""
+class Seam:
+    """A way to run rounds; this one runs the functions as they are, on any device. `name` tells it from others, and
+    says to people which it is."""
 
     name = "tensors without graphs"
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
+        """Captures a function of static tensors and returns what replays it. The function may be run for warming up;
+        the caller puts back what it then changes. `part`: which one it is, "draft" or "verify"."""
         return function
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to copy a tensor to the host; what is returned waits for the copy, and returns it."""
         copy = tensor.clone()  # the next round writes over it
         return copy.cpu
 
     def wait_for_last(self) -> None:
-        """Nothing runs by itself here."""
+        """Has the work of a call wait on the device for that of the last one, whose last draft may still run."""
 
     def note_last(self) -> None:
-        """Nothing runs by itself here."""
+        """Notes the work of a call that ends, for `wait_for_last`."""
 
 
+Uncaptured = Seam  # what to call this very one
 _capturing = threading.Lock()  # one capture at a time in a process
 
 
-class CudaGraphs:
+class CudaGraphs(Seam):
     """Captures functions as CUDA graphs, which share one pool of memory: they run one after the other.
 
     Source: transformers' generation/continuous_batching/model_runner.py warms up and captures unmodified models so.
