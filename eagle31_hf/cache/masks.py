@@ -4,6 +4,7 @@ B sequences, Q query tokens, N new tokens.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from .transfer import Mirrored
 ALIGNMENT = 8  # keys: GPU kernels copy a mask whose rows are not a multiple of it
 
 
+@dataclass(frozen=True)
 class SlotMask:
     """The part of a mask that all windows of one forward share.
 
@@ -21,19 +23,11 @@ class SlotMask:
     `starts[b]` plus `query_depths` (B, Q) and `new_depths` (B, N).
     """
 
-    def __init__(
-        self,
-        starts: Mirrored,
-        visible: Tensor,
-        query_depths: Tensor | None = None,
-        new_depths: Tensor | None = None,
-        seen: Tensor | None = None,
-    ):
-        self.starts = starts
-        self.visible = visible
-        self.query_depths = query_depths
-        self.new_depths = new_depths
-        self.seen = seen
+    starts: Mirrored
+    visible: Tensor
+    query_depths: Tensor | None = None
+    new_depths: Tensor | None = None
+    seen: Tensor | None = None
 
     def additive(self, end: int, dtype: torch.dtype, seen_from: int = 0, window: int | None = None) -> Tensor:
         """-> (B, 1, Q, end - seen_from): 0 where a query may look, the dtype's least number elsewhere.

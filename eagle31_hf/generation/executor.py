@@ -73,30 +73,23 @@ class Executor(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class EagerExecutor:
     """Runs rounds operation by operation; serves every target and every request."""
 
-    def __init__(
-        self,
-        runner: TargetRunner,
-        proposer: Proposer,
-        unread: UnreadStates,
-        sampler: RejectionSampler,
-        sequences: Sequences,
-        stopping: Stopping,
-        collector: OutputCollector,
-    ):
-        self.runner = runner
-        self.proposer = proposer
-        self.unread = unread
-        self.sampler = sampler
-        self.sequences = sequences
-        self.stopping = stopping
-        self.collector = collector
-        self.clock = Clock(sequences.device)
+    runner: TargetRunner
+    proposer: Proposer
+    unread: UnreadStates
+    sampler: RejectionSampler
+    sequences: Sequences
+    stopping: Stopping
+    collector: OutputCollector
+    was_short: bool = False  # drafts may have made the last round's logits NaN: the next does without
+    holds_drafts: bool = False  # the cache may hold rejected ones, masked or past its end
+
+    def __post_init__(self):
+        self.clock = Clock(self.sequences.device)
         self.recorder = Recorder(self.clock)
-        self.was_short = False  # drafts may have made the last round's logits NaN: the next does without
-        self.holds_drafts = False  # the cache may hold rejected ones, masked or past its end
 
     def prefill(self) -> Accepted:
         self.recorder.begin()
