@@ -6,6 +6,7 @@ B sequences, L tokens of the prompt.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +19,9 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
-from ..targets.layers import capture_states, decoder_layers, layers_that_share
+from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks, layers_that_share
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_trees
-from ..targets.recurrent import has_hooks_of_others
 from ..targets.tree_attention import attention_of_rounds, own_attention
 from . import processors
 from .captured.kept import kept_for
@@ -126,7 +126,8 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
         return False
     # without keys there is no attention to tell positions
     is_told = runner.passes_positions(request.input_ids) or not cache.has_keys(runner.past_key_values)
-    is_hooked = runner.mixers.is_needed and has_hooks_of_others(request.target)
+    has_others = partial(has_hooks, of_harmless=OF_HOOKS_FOR_ANY_ROWS)
+    is_hooked = runner.mixers.is_needed and any(map(has_others, request.target.modules()))
     return why_no_trees(request.target, is_told, runner.placement is not None, is_hooked) is None
 
 

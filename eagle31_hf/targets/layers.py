@@ -38,13 +38,15 @@ def decoder_of(target: PreTrainedModel) -> nn.Module:
 # Modules whose hooks leave forwards as they are: this one's, and those that transformers leaves on every layer once
 # hidden states or attentions were asked for, which do nothing while none are.
 OF_HARMLESS_HOOKS = (__name__, "transformers.utils.output_capturing")
+# Those whose hooks do not look at the rows of what a module is given: with recurrent states, paths of a tree.
+OF_HOOKS_FOR_ANY_ROWS = ("eagle31_hf", "transformers")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has hooks that may do something in any forward."""
+def has_hooks(module: nn.Module, of_harmless: tuple[str, ...] = OF_HARMLESS_HOOKS) -> bool:
+    """Returns whether a module has hooks that may do something in any forward: of others than `of_harmless`."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
-    return any(getattr(function, "__module__", None) not in OF_HARMLESS_HOOKS for function in functions)
+    return any(not (getattr(function, "__module__", None) or "").startswith(of_harmless) for function in functions)
 
 
 def has_global_hooks() -> bool:

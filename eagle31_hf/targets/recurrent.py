@@ -288,23 +288,6 @@ class Mixers:
         return any(_differ(*pair, LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) for pair in pairs)
 
 
-def has_hooks_of_others(target: nn.Module) -> bool:
-    """Returns whether some module has a hook that is neither ours nor transformers': it may look at the rows of what a
-    mixer is given, which are a tree's paths, or some of the batch, when one runs."""
-    hooks = (hook for module in target.modules() for hook in _hooks_of(module))
-    return any(not _module_of(hook).startswith(("eagle31_hf", "transformers")) for hook in hooks)
-
-
-def _hooks_of(module: nn.Module) -> list[Callable]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, "__module__", None) or ""
-
-
 def _is_among(cache: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(value is cache for value in (*args, *kwargs.values()))
 
