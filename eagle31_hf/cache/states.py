@@ -29,18 +29,10 @@ def is_recurrent(cache: Cache) -> bool:
     return any(holds_states(layer) for layer in cache.layers)
 
 
-def writes_states_as_usual(cache: Cache) -> bool:
-    """Returns whether what a `Scratch` does with states is what a cache does: its class and those of its layers have
-    transformers' own methods."""
-    layers = [layer for layer in cache.layers if holds_states(layer)]
-    pairs = [(type(cache), Cache)] if layers else []
-    pairs += [(type(layer), cache_utils.LinearAttentionLayer) for layer in layers]
-    return all(
-        getattr(kind, method) is getattr(own, method)
-        for kind, own in pairs
-        for method in METHODS
-        if hasattr(own, method)
-    )
+def is_of_transformers(cache: Cache) -> bool:
+    """Returns whether the classes of a cache and its layers are transformers' own, which write states as a `Scratch`
+    does."""
+    return all(type(one).__module__ == cache_utils.__name__ for one in (cache, *cache.layers))
 
 
 def crop_keys(layer: Any, tokens_to_remove: int) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
-from ..cache.states import is_recurrent, writes_states_as_usual
+from ..cache.states import is_of_transformers, is_recurrent
 from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
@@ -100,14 +100,10 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
             " plain StaticCache, a DynamicCache or none",
         ),
         (
-            not (isinstance(past_key_values, Cache) and past_key_values.offloading and is_recurrent(past_key_values)),
-            f"{CACHE} is an offloaded {kind} with recurrent states, which transformers moves only in part; expected"
-            " a cache that is not offloaded",
-        ),
-        (
-            not isinstance(past_key_values, Cache) or writes_states_as_usual(past_key_values),
-            f"{CACHE} is a {kind} that writes recurrent states in a way of its own, which drafts would not; expected"
-            " transformers' own DynamicCache, or none",
+            not (isinstance(past_key_values, Cache) and is_recurrent(past_key_values))
+            or (is_of_transformers(past_key_values) and not past_key_values.offloading),
+            f"{CACHE} is a {kind} with recurrent states, and offloaded or not of transformers' own classes; expected"
+            " transformers' own DynamicCache, not offloaded, or none",
         ),
     )
     check_rules(rules)
