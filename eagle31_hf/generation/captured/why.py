@@ -1,5 +1,7 @@
 """The conditions for captured rounds: a call that does not meet them is decoded eagerly, and told why."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,53 +30,46 @@ ROPES_THAT_BRANCH = ("dynamic", "longrope")  # on how long the text is
 
 def why_not_captured(request: Any, runner: Any, mode: Any) -> str | None:
     """Returns why a call's rounds run eagerly; None where they are captured."""
-    rules = (_why_not_by_request, _why_not_by_output, _why_not_by_inputs, _why_not_by_models, _why_not_by_sizes)
-    reasons = (rule(request, runner, mode) for rule in rules)
-    return next((reason for reason in reasons if reason), None)
+    return next(chain(_of_call(request, runner, mode), _of_models(request, runner, mode)), None)
 
 
-def _why_not_by_request(request: Any, runner: Any, mode: Any) -> str | None:
-    settings = request.settings
+def _of_call(request: Any, runner: Any, mode: Any) -> Iterator[str]:
+    """The reasons that lie in what is asked for, and in the inputs."""
+    settings, config = request.settings, request.generation_config
     if not request.may_capture:
-        return "disable_compile is set"
+        yield "disable_compile is set"
     if not mode.may_draft:
-        return "nothing is drafted"
+        yield "nothing is drafted"
     if mode.is_lock_step:
-        return "the batch is decoded in lock-step"
+        yield "the batch is decoded in lock-step"
     if settings.threshold and not settings.is_auto:
-        return "assistant_confidence_threshold has the host look at every draft"
+        yield "assistant_confidence_threshold has the host look at every draft"
     if settings.lookup:
-        return "prompt_lookup_num_tokens has the host look at the text"
+        yield "prompt_lookup_num_tokens has the host look at the text"
     if torch.is_autocast_enabled(request.input_ids.device.type):
-        return "autocast is on"  # the casts of weights that it keeps are gone with it
-    others = [type(each) for each in request.logits_processor if type(each) not in processors.POINTWISE]
-    if others:
-        return f"{others[0].__name__} reads the text"
+        yield "autocast is on"  # the casts of weights that it keeps are gone with it
+    for each in request.logits_processor:
+        if type(each) not in processors.POINTWISE:
+            yield f"{type(each).__name__} reads the text"
     if any(isinstance(each, EtaLogitsWarper) for each in request.logits_processor):
-        return "EtaLogitsWarper reads its scores on the host"
-    return None
-
-
-def _why_not_by_output(request: Any, runner: Any, mode: Any) -> str | None:
-    config = request.generation_config
-    asked = [name for name in ("scores", "logits", "hidden_states", "attentions") if getattr(config, f"output_{name}")]
-    return f"output_{asked[0]} is asked for" if config.return_dict_in_generate and asked else None
-
-
-def _why_not_by_inputs(request: Any, runner: Any, mode: Any) -> str | None:
+        yield "EtaLogitsWarper reads its scores on the host"
+    for name in ("scores", "logits", "hidden_states"):
+        if config.return_dict_in_generate and getattr(config, f"output_{name}"):
+            yield f"output_{name} is asked for"
     given = {name for name, value in request.model_kwargs.items() if isinstance(value, torch.Tensor) or value}
     if given - USUAL_ARGUMENTS:
-        return f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
-    positions = runner.last_position
-    if positions is None or not runner.passes_positions(request.input_ids):
-        return "the target is not told positions"
+        yield f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
+    if not runner.passes_positions(request.input_ids):
+        yield "the target is not told positions"
     if runner.seen is not None and not _is_left_padding(runner):
-        return "the attention mask leaves out more than left padding"
+        yield "the attention mask leaves out more than left padding"
     if max(runner.num_padding) >= request.input_ids.shape[1]:
-        return "a prompt is padding alone"
+        yield "a prompt is padding alone"
     if runner.num_before:
-        return "the cache holds tokens that the inputs lack"
-    return why_not_in_arena(runner.past_key_values, request.generation_config.max_length)
+        yield "the cache holds tokens that the inputs lack"
+    why_not = why_not_in_arena(runner.past_key_values, config.max_length)
+    if why_not is not None:
+        yield why_not
 
 
 def _is_left_padding(runner: Any) -> bool:
@@ -82,18 +77,32 @@ def _is_left_padding(runner: Any) -> bool:
     return bool((runner.seen == (torch.arange(runner.seen.shape[1], device=padding.device) >= padding)).all())
 
 
-def _why_not_by_models(request: Any, runner: Any, mode: Any) -> str | None:
-    target, drafter = request.target, request.drafter
+def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
+    """The reasons that lie in the models, and in the sizes of drafts."""
+    target, drafter, settings = request.target, request.drafter, request.settings
     for model, name in ((target, "target"), (drafter, "drafter")):
         reason = _why_not_by_model(model) or _why_not_by_rope(model)
         if reason is not None:
-            return f"the {name} {reason}"
+            yield f"the {name} {reason}"
     if drafter.config.is_parallel:
-        return "the drafter drafts all levels at once (P-EAGLE)"
+        yield "the drafter drafts all levels at once (P-EAGLE)"
     places = {weight.device for model in (target, drafter) for weight in model.parameters()}
     if places != {request.input_ids.device}:
-        return f"the models' weights are on {', '.join(sorted(map(str, places)))}"
-    return why_no_spans(target) or why_no_room(request, runner)
+        yield f"the models' weights are on {', '.join(sorted(map(str, places)))}"
+    reason = why_no_spans(target) or why_no_room(request, runner)
+    if reason is not None:
+        yield reason
+    width = most_tokens(settings)
+    plans = plans_of(settings, mode.draws_trees) if settings.is_auto else [Plan(width - 1)]
+    if not settings.is_auto and mode.draws_trees:
+        plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
+    if not all(map(can_fit, plans)):
+        deepest = f"{MOST_NEW - 2} levels of a chain, fewer of a tree, {MOST_CANDIDATES // 2} drafts after a token"
+        yield f"drafts are deeper or wider than a captured round takes ({deepest})"
+    windows = [*windows_of(target).values()]
+    windows += [drafter.config.sliding_window] if "sliding_attention" in drafter.config.layer_types else []
+    if any(window is not None and window <= width for window in windows):
+        yield f"a window of {min(filter(None, windows))} tokens is no longer than a draft is deep"
 
 
 def _why_not_by_model(model: PreTrainedModel) -> str | None:
@@ -125,19 +134,3 @@ def _looks_for_outliers(module: nn.Module) -> bool:
     """Returns whether a module is bitsandbytes' LLM.int8 with a threshold: `int8_vectorwise_quant` then asks the host
     whether any activation is above it, which a capture forbids."""
     return type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0
-
-
-def _why_not_by_sizes(request: Any, runner: Any, mode: Any) -> str | None:
-    settings, config = request.settings, request.drafter.config
-    width = most_tokens(settings)
-    plans = plans_of(settings, mode.draws_trees) if settings.is_auto else [Plan(width - 1)]
-    if not settings.is_auto and mode.draws_trees:
-        plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
-    if not all(map(can_fit, plans)):
-        deepest = f"{MOST_NEW - 2} levels of a chain, fewer of a tree, {MOST_CANDIDATES // 2} drafts after a token"
-        return f"drafts are deeper or wider than a captured round takes ({deepest})"
-    windows = [*windows_of(request.target).values()]
-    windows += [config.sliding_window] if "sliding_attention" in config.layer_types else []
-    if any(window is not None and window <= width for window in windows):
-        return f"a window of {min(filter(None, windows))} tokens is no longer than a draft is deep"
-    return None
