@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...acceptance import CHAINS, PLAIN, TREES
 from ..rejection_sampler import Accepted
 from ..tree import HostDrafts
-from .costs import CostModel
+from .costs import CostModel, Rate
 from .plan import NO_DRAFTS, Plan, Planner
 from .settings import DraftingSettings
 
@@ -19,7 +19,7 @@ TOP_K = 8
 DEPTHS_OF_CHAINS = (3, 6)
 TREES_OF = ((4, 16), (6, 32), (8, 60))  # levels, nodes
 DEEPEST = 8
-MEMORY = 20  # rounds that a mean looks back on
+MEMORY = 0.95  # how much a round counts beside the next one
 UNSEEN = 0.7  # the chance that a draft is accepted, before any was
 ROUNDS_OF_A_TRIAL = 2
 FIRST_PAUSE = 64  # rounds, until the largest plan is drafted again to see whether what is accepted has changed
@@ -44,28 +44,16 @@ def holds(plan: Plan, smaller: Plan) -> bool:
 
 
 @dataclass
-class Mean:
-    """The mean of what was added lately."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, MEMORY)
-        self.value += (value - self.value) / self.count
-
-
-@dataclass
 class BucketKnowledge:
     """Measurements of one pair of models in captured rounds: what plans give and what they cost. They outlive calls,
     and are read and written under the lock.
 
     `in_chain`: by depth, how often the likeliest child of an accepted node is accepted; `in_tree`: the tokens that a
-    round of each tree gives; `verify`: seconds by nodes; `draft`: seconds by levels; `trials`: plans that are
-    drafted to learn what they cost, first of all."""
+    round of each tree gives; both a round, without seconds. `verify`: seconds by nodes; `draft`: seconds by levels;
+    `trials`: plans that are drafted to learn what they cost, first of all."""
 
-    in_chain: list["Mean"] = field(default_factory=lambda: [Mean() for _ in range(DEEPEST)])
-    in_tree: dict[Plan, "Mean"] = field(default_factory=dict)
+    in_chain: list[Rate] = field(default_factory=lambda: [Rate(MEMORY) for _ in range(DEEPEST)])
+    in_tree: dict[Plan, Rate] = field(default_factory=dict)
     verify: CostModel = field(default_factory=CostModel)
     draft: dict[str, CostModel] = field(
         default_factory=lambda: {PLAIN: CostModel(), CHAINS: CostModel(), TREES: CostModel()}
@@ -81,12 +69,12 @@ class BucketKnowledge:
         total = 1.0
         chance = 1.0
         likely = UNSEEN
-        for mean in self.in_chain[: plan.depth]:
-            likely = mean.value if mean.count else likely
+        for rate in self.in_chain[: plan.depth]:
+            likely = rate.per_round if rate.rounds else likely
             chance *= likely
             total += chance
         # a tree holds the chain, and smaller trees
-        held = [mean.value for tree, mean in self.in_tree.items() if holds(plan, tree)] if plan.top_k > 1 else []
+        held = [rate.per_round for tree, rate in self.in_tree.items() if holds(plan, tree)] if plan.top_k > 1 else []
         return max(total, *held) if held else total
 
     def seconds(self, plan: Plan) -> float:
@@ -147,11 +135,11 @@ class BucketPlanner(Planner):
     def _learn(self, plan: Plan, drafts: HostDrafts, b: int, path: list[int]) -> None:
         """Learns from the drafts of sequence b, of which the nodes of `path` were accepted."""
         children = drafts.children(b)
-        for depth, mean in enumerate(self.known.in_chain[: plan.depth] if path else ()):
+        for depth, rate in enumerate(self.known.in_chain[: plan.depth] if path else ()):
             if not children[path[depth]]:  # nothing was drafted here
                 break
             goes_on = depth + 1 < len(path) and path[depth + 1] == min(children[path[depth]].values())
-            mean.add(float(goes_on))
+            rate.add(float(goes_on))
             if not goes_on:
                 break
         if plan.top_k == 1:
@@ -160,7 +148,7 @@ class BucketPlanner(Planner):
         for smaller in self.plans:
             if smaller.top_k > 1 and holds(plan, smaller):
                 kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
-                self.known.in_tree.setdefault(smaller, Mean()).add(1.0 + [*kept, False].index(False))
+                self.known.in_tree.setdefault(smaller, Rate(MEMORY)).add(1.0 + [*kept, False].index(False))
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""

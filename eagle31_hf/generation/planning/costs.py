@@ -91,7 +91,7 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
 
 
 class Rate:
-    """Tokens a second, in which recent rounds count more."""
+    """Tokens a second, and a round, in which recent rounds count more: one counts `memory` times the next."""
 
     def __init__(self, memory: float = 0.97):
         self.memory = memory
@@ -99,7 +99,7 @@ class Rate:
         self.seconds = 0.0
         self.rounds = 0.0
 
-    def add(self, tokens: float, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float = 0.0) -> None:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
         self.rounds = self.memory * self.rounds + 1
