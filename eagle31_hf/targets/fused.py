@@ -68,16 +68,8 @@ class Pair:
         self.residual = residual
 
 
-@dataclass
-class Verdict:
-    """The outcome of a target's trial. `reasons`: why each layer, and last the final norm, runs its own forward,
-    None where it is fused; `key`: the modules and forwards that the trial was made with."""
-
-    key: tuple
-    reasons: list[str | None]
-
-
-_verdicts: WeakKeyDictionary[PreTrainedModel, Verdict] = WeakKeyDictionary()
+# Of a target's trial: the modules and forwards that it was made with, and what `why_not_fused` returns.
+_verdicts: WeakKeyDictionary[PreTrainedModel, tuple[tuple, list[str | None]]] = WeakKeyDictionary()
 _users = Users()
 
 
@@ -127,13 +119,13 @@ def why_not_fused(target: PreTrainedModel) -> list[str | None]:
     with _users.lock:
         stages = _stages(target)
         key = _key(target, stages)
-        known = _verdicts.get(target)
-        if known is not None and known.key == key:
-            return known.reasons
+        known_key, reasons = _verdicts.get(target, (None, []))
+        if known_key == key:
+            return reasons
         with attention_of_rounds(target):
             reasons, is_kept = _tried(target, stages)
         if is_kept:
-            _verdicts[target] = Verdict(key, reasons)
+            _verdicts[target] = key, reasons
             first = next((f" ({reason})" for reason in reasons if reason), "")
             logger.info("%d of %d stages of the target are fused%s.", reasons.count(None), len(reasons), first)
         return reasons
