@@ -30,6 +30,7 @@ from eagle31_hf.generation.rejection_sampler import (
     RejectionSampler,
     Walk,
     block_chances,
+    drawn_block,
     likeliest,
     likeliest_in,
     residual,
@@ -295,6 +296,28 @@ def test_a_chain_that_was_drawn_is_verified_as_a_block():
     )
     assert chances[1] == 0
     assert 0 < chances[0] < 1
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_block_ends_with_a_token_of_what_is_left_of_p(count, monkeypatch):
+    """Of the share of p at the node that the drafts are accepted up to; after all of them, of p itself."""
+    kept, one_share, generator = torch.full((3,), 2.0), 0, torch.Generator().manual_seed(0)
+    kept[count - 1 : count] = -1.0  # below any chance
+    monkeypatch.setattr(Noise, "uniforms", lambda self, b, size: kept)
+    for _ in range(50):
+        p, q, gumbel = (torch.randn(size, 6, generator=generator) for size in (4, 3, 1))
+        monkeypatch.setattr(Noise, "gumbel", lambda self, b, gumbel=gumbel: gumbel[0])
+        drafts = torch.multinomial(q.softmax(-1), 1, generator=generator)[:, 0]
+        shares = block_chances(drafts, p, q)[1]
+        block = drawn_block(Noise(1, 6, CPU, False), DraftTokens(drafts[None], 3, logits=q[None]), p[None])
+        assert block.chosen[0, :count].tolist() == drafts[:count].tolist()
+        left = [p[3:]] * 2
+        if count < 3:
+            left = [residual(p[[count]], q[[count]], share) for share in (shares[count], 1.0)]
+        expected, of_all = ((weights + gumbel).argmax(-1) for weights in left)
+        assert block.chosen[0, count] == expected
+        one_share += int(expected != of_all)
+    assert one_share > 0 or count in (0, 3), "shares made no difference"
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["node_by_node", "at_once"])

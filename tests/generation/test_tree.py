@@ -422,7 +422,7 @@ def test_a_tree_of_width_one_is_the_chain(target, make_drafter, name, temperatur
 
 @torch.no_grad()
 @pytest.mark.parametrize("call", [1, 2, 4])
-@pytest.mark.parametrize(("plan", "chooses"), [(Plan(5), "draw"), (plan_of(5, 3, 20), "likeliest")])
+@pytest.mark.parametrize(("plan", "chooses"), [(Plan(5), "draw"), (plan_of(5, 3, 20), "scored")])
 def test_the_cache_is_clean_when_drafting_fails(target, drafter, monkeypatch, plan, chooses, call):
     text, ours = greedy_text(target)[:, :10], build_proposer(drafter)
     monkeypatch.setattr(ours.sampler, chooses, raise_at(call, getattr(ours.sampler, chooses)))
