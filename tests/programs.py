@@ -160,8 +160,16 @@ def programs() -> Iterator:
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns, or raises, in a process forked from this one."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=renew_threads) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def renew_threads() -> None:
+    """Has torch make the pool of threads that a forked process lacks. Were several threads of the process to ask for it
+    first, and at the same time, one might find none."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def called(module: str, function: str) -> Any:
