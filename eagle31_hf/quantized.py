@@ -78,14 +78,6 @@ class QuantizedLinear(nn.Module):
             self.scale = scale.to(self.scale.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Loads a layer's state, as torch does. Raises ValueError for a weight of another kind, whose numbers would
-        be taken for this kind's."""
-        given = state_dict.get(f"{prefix}weight")
-        if given is not None and given.dtype != self.weight.dtype:
-            raise ValueError(f"the state's {prefix}weight is {given.dtype}; expected {self.kind}, as the drafter's.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
