@@ -19,7 +19,7 @@ from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import HUB_OPTIONS, Eagle31Config
 from .hub import CARD, REPORT, CardFacts, render_card, upload
-from .quantized import quantize, refuse_quantized, refuse_quantized_state
+from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
 from .vocab import MAPS
 
 logger = logging.get_logger(__name__)
@@ -94,6 +94,12 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         info["missing_keys"] = set(info["missing_keys"]) - checkpoint.made.keys()
         info["unexpected_keys"] = set(info["unexpected_keys"]) - checkpoint.dropped.keys()
         return (model, info) if output_loading_info else model
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Loads the drafter's own tensors; torch calls this before it loads those of its modules. Raises ValueError
+        for a state of another kind of weights, before any tensor is copied."""
+        check_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def quantize(self, kind: str) -> "Eagle31PreTrainedModel":
         """Holds the weights of the drafter's own linear layers in 8 bits, "int8" or "fp8" (e4m3), with one scale a row;

@@ -131,6 +131,20 @@ def refuse_quantized(model: nn.Module, what: str) -> None:
         raise ValueError(f"a drafter with {kind} weights cannot be {what}; expected plain weights: {REMEDY}")
 
 
+def check_state(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ValueError where a state dict, whose names begin with `prefix`, holds other kinds of weights than a
+    drafter has: 8 bits would be copied into numbers, or numbers cut off to 8 bits."""
+    for name, module in model.named_modules():
+        given = state.get(f"{prefix}{name}.weight")
+        if isinstance(module, nn.Linear | QuantizedLinear) and isinstance(given, Tensor):
+            expected = module.weight.dtype
+            if given.dtype != expected and not (given.is_floating_point() and expected.is_floating_point):
+                raise ValueError(
+                    f"the state's {prefix}{name}.weight is {given.dtype}; expected {expected}, as the drafter's: load a"
+                    " state into a drafter that is quantized, or not, as that of the state was."
+                )
+
+
 def refuse_quantized_state(state: Mapping[str, Any] | None) -> None:
     """Raises ValueError for the state dict of a quantized drafter, from which none is made."""
     for name, tensor in (state or {}).items():
