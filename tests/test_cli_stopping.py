@@ -109,7 +109,7 @@ def test_the_last_checkpoint_is_kept_and_resumed(start, folder):
         time.sleep(0.01)
     program.signal(signal.SIGTERM)
     line = stopped(program, signal.SIGTERM)
-    assert f"checkpoints made so far are kept in {folder / 'drafter'}; the same command with --resume" in line
+    assert f"If {folder / 'drafter'} holds a complete checkpoint or rows, the same command with --resume" in line
     kept = Path(last_checkpoint(folder / "drafter"))
     steps = json.loads((kept / "trainer_state.json").read_text())["global_step"]
     again = start(folder / "again", [*training, steps + 2, "--resume", "--json"])
@@ -123,7 +123,7 @@ def test_the_last_checkpoint_is_kept_and_resumed(start, folder):
         (["convert", "from"], "from is as it was, or native by now; the same command finishes the work."),
         (["export", "from", "to"], "to is complete if it is there; otherwise nothing was written."),
         (["publish", "from", "--repo-id", "a/b"], "Nothing was committed; the same command goes on"),
-        (["train", "--target", "t", "--output", "to"], f"A drafter that it was to replace is in to/{REPLACED}."),
+        (["train", "--target", "t", "--output", "to"], f"kept, by then in to/{REPLACED}."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -22,6 +22,8 @@ from ..targets.probe import FAILURES
 from .source import TargetSource
 from .trial import named
 
+FITS = "fits"  # the line that says whether `generate` takes the two together
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -89,7 +91,7 @@ def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | N
     """Lines on how the drafter fits the target. `draft_ids`: the target's ids in a pruned draft vocabulary."""
     if source.model_class is None:
         return
-    yield Finding("fits", *_fits(config, source.outline))
+    yield Finding(FITS, *_fits(config, source.outline))
     yield Finding("ends", None, _ends(source.decoder, draft_ids))
     longest, its = config.max_position_embeddings, getattr(source.decoder, "max_position_embeddings", None)
     text = f"made for texts of {longest:,} tokens"

@@ -36,8 +36,8 @@ from .preparation import (
 from .target import target_for
 
 LEFT_BEHIND = (
-    "Rows and checkpoints made so far are kept in {output}; the same command with --resume (in place of --overwrite)"
-    " goes on with them. A drafter that it was to replace is in {output}/eagle31-replaced."
+    "If {output} holds a complete checkpoint or rows, the same command with --resume (in place of --overwrite) goes on"
+    " with them; else begin anew. A drafter that was to be replaced is kept, by then in {output}/eagle31-replaced."
 )
 ANSWER_BATCH_SIZE = 32
 SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens

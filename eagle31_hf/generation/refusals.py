@@ -102,8 +102,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         (
             not (isinstance(past_key_values, Cache) and is_recurrent(past_key_values))
             or (is_of_transformers(past_key_values) and not past_key_values.offloading),
-            f"{CACHE} is a {kind} with recurrent states, and offloaded or not of transformers' own classes; expected"
-            " transformers' own DynamicCache, not offloaded, or none",
+            f"{CACHE} is a {kind} with recurrent states, which are not written as transformers' own classes write them,"
+            " or are offloaded; expected a DynamicCache of transformers itself, not offloaded, or none",
         ),
     )
     check_rules(rules)

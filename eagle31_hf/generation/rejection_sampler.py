@@ -300,7 +300,8 @@ def drawn_block(noise: Noise, drafts: DraftTokens, scores: Tensor) -> AtAllNodes
     is 1.
     """
     assert drafts.logits is not None
-    ids, p_logits, q_logits = drafts.ids[0], scores[0], drafts.logits[0]
+    ids = drafts.ids[0]
+    p_logits, q_logits = scores[0], drafts.logits[0]
     chances, shares = block_chances(ids, p_logits, q_logits)
     accepts = noise.uniforms(0, len(ids)) < chances
     last = (accepts * torch.arange(1, len(ids) + 1, device=ids.device)).amax(0, keepdim=True)  # node (1,)

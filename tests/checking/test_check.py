@@ -367,6 +367,16 @@ def test_a_target_that_its_config_does_not_describe_decides_nothing():
     assert findings["fits"].text == "not known: the target cannot be built by its config alone"
 
 
+def test_a_drafter_is_not_said_to_fit_a_target_that_cannot_be_built():
+    """Its padding token lies past the embedding of the whole target, and within that of none."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4}
+    target = LlamaConfig(vocab_size=61, pad_token_id=999, **sizes)
+    assert check_target(target).works
+    report = check_target(target, str(demo.FOLDER / "eagle31"))
+    assert not report.works
+    assert report.verdict == "not known: whether this drafter fits"
+
+
 def test_an_unknown_override_is_refused_with_the_nearest_field():
     with pytest.raises(ValueError, match="got norm_ouput; expected fields of Eagle31Config: did you mean norm_output"):
         check_drafter(str(demo.FOLDER / "eagle31"), read_target(LlamaConfig()), {"norm_ouput": True})

@@ -252,7 +252,7 @@ def test_states_that_nobody_reads_by_the_cache_are_refused():
 def test_an_offloaded_cache_is_refused():
     cache = cache_of(target_of("Qwen3-Next"))
     cache.offloading = True
-    with pytest.raises(DraftingRefusedError, match="DynamicCache with recurrent states, and offloaded"):
+    with pytest.raises(DraftingRefusedError, match=r"DynamicCache with recurrent states, .* or are offloaded"):
         target_of("Qwen3-Next").generate(
             torch.tensor(PROMPT), assistant_model=build_drafter("Qwen3-Next"), **{CACHE: cache}, **ASKED, **CHAIN
         )

@@ -79,7 +79,8 @@ def _is_left_padding(runner: Any) -> bool:
 
 def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     """The reasons that lie in the models, and in the sizes of drafts."""
-    target, drafter, settings = request.target, request.drafter, request.settings
+    target, drafter = request.target, request.drafter
+    settings = request.settings
     for model, name in ((target, "target"), (drafter, "drafter")):
         reason = _why_not_by_model(model) or _why_not_by_rope(model)
         if reason is not None:
