@@ -97,7 +97,7 @@ def _text(error: BaseException) -> tuple[str, bool]:
 def outlook(args: Namespace) -> str:
     """Returns sentences on what a stopped command leaves behind.
 
-    A command's parser says them by `set_defaults(left_behind=...)`, with its arguments by their names in braces.
+    They are `args.left_behind`, which a command or its parser sets, with the arguments by their names in braces.
     """
     left_behind = getattr(args, "left_behind", "Nothing was written.").format(**vars(args))
     sources = [getattr(args, name, None) for name in ("target", "drafter", "source")]

@@ -39,7 +39,7 @@ class TrainingBatches:
         if self._batches is not batches:
             self.close(wait=True)  # the next epoch's batches come from the same loader
             self._batches, self._pool = batches, ThreadPool(1)
-            # With the first batch the sampler draws its order, from the random numbers of the caller's thread.
+            # With the first batch the sampler draws its order: now, whatever else draws while the others are read.
             found.append(next(batches, END))
         while len(found) + len(self._coming) < 2 * count:
             self._coming.append(self._pool.apply_async(next, (batches, END)))

@@ -151,10 +151,15 @@ class Servers:
         refuses one.
         """
         stop = threading.Event()
+
+        def numbered(item: tuple[int, Request]) -> tuple[int, Result]:
+            return item[0], self._answer(ask, item[1], stop)
+
         # Threads of this pool that wait for a server do not keep the program from ending.
         with ThreadPool(max(1, min(self.options.requests, len(requests)))) as pool:
             try:
-                return list(pool.imap(lambda request: self._answer(ask, request, stop), requests))
+                found = dict(pool.imap_unordered(numbered, enumerate(requests)))  # a refusal is raised at once
+                return [found[number] for number in range(len(requests))]
             finally:
                 stop.set()
 
