@@ -10,7 +10,7 @@ import transformers
 
 from ..generation.refusals import why_no_target
 from ..targets.layers import decoder_layers
-from .drafters import FITS, DrafterReport, check_drafter
+from .drafters import DrafterReport, check_drafter
 from .source import CONTRADICTIONS, TargetSource, read_target
 from .trial import (
     CAPABILITIES,
@@ -177,10 +177,10 @@ def _verdict(capabilities: list[Capability], drafter: DrafterReport | None) -> t
             " (a drafter for it can be trained, for engines that serve it)" if capabilities[-1].answer == WORKS else ""
         )
         return False, f"does not work: {first.text.rstrip('.')}{trains}"
-    if drafter is not None and not drafter.fits:
+    if drafter is not None and drafter.fits is False:
         problem = next(finding for finding in drafter.findings if finding.fits is False)
         return False, f"this drafter does not fit: {problem.text.rstrip('.')}"
-    if drafter is not None and any(finding.name == FITS and finding.fits is None for finding in drafter.findings):
+    if drafter is not None and drafter.fits is None:
         return False, "not known: whether this drafter fits"
     said = {OTHERWISE: "in another way", REFUSED: "but not", UNTRIED: "not tried", DIFFERENT: "wrong, please report it"}
     limits = [f"{words}: {', '.join(by_answer[answer])}" for answer, words in said.items() if answer in by_answer]

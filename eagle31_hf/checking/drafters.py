@@ -46,8 +46,10 @@ class DrafterReport:
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def fits(self) -> bool:
-        return all(finding.fits is not False for finding in self.findings)
+    def fits(self) -> bool | None:
+        """Returns whether no finding speaks against it; None where the one that decides is not known."""
+        answers = {finding.name: finding.fits for finding in self.findings}
+        return False if False in answers.values() else answers.get(FITS, True)
 
 
 def check_drafter(
@@ -101,7 +103,8 @@ def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | N
 
 
 def _fits(config: Eagle31Config, target: Any) -> tuple[bool | None, str]:
-    """Whether `generate` takes the two together, and the line that says it, by the target's outline."""
+    """Returns whether `generate` takes a drafter of this config with the target, None where that is not known, and the
+    line that says it. `target`: its outline."""
     if target is None:
         return None, "not known: the target cannot be built by its config alone"
     try:

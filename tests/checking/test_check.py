@@ -375,6 +375,7 @@ def test_a_drafter_is_not_said_to_fit_a_target_that_cannot_be_built():
     report = check_target(target, str(demo.FOLDER / "eagle31"))
     assert not report.works
     assert report.verdict == "not known: whether this drafter fits"
+    assert report.as_dict()["drafter"]["fits"] is None
 
 
 def test_an_unknown_override_is_refused_with_the_nearest_field():

@@ -525,6 +525,22 @@ def test_a_request_the_server_refuses_is_not_asked_again(tmp_path, outline, toke
     assert len(server.asked) == 7
 
 
+def test_a_refusal_is_told_while_an_earlier_request_is_answered():
+    has_ended = threading.Event()
+
+    def ask(server, request):
+        if request == "refused":
+            raise ValueError("no")
+        assert has_ended.wait(60)
+
+    try:
+        with pytest.raises(ValueError, match="no"):
+            Servers(EngineOptions(("http://localhost:1",)), "target").each(ask, ["slow", "refused"])
+        assert not has_ended.is_set()
+    finally:
+        has_ended.set()
+
+
 @pytest.mark.parametrize(("num_servers", "at_once"), [(1, 3), (2, 2)])
 def test_no_more_is_asked_at_once_than_is_allowed(tmp_path, outline, tokenizer, data, serve, num_servers, at_once):
     servers = [serve("vllm") for _ in range(num_servers)]

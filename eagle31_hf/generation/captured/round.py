@@ -85,8 +85,9 @@ class Round(Drafting):
 
 
 def packed(chosen: Tensor, spoiled: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
-    """What the host reads of a round, in one tensor of int64 (B, 3 N + 3 K): of each node the token chosen after it,
-    whether its logits decide nothing, and whether its scores are a distribution; then the drafts."""
+    """Packs all that the host reads of a round into one tensor of int64 (B, 3 N + 3 K), so that it is copied at once:
+    of each node the token chosen after it, whether its logits decide nothing, and whether its scores are a
+    distribution; then the drafts."""
     log_probs = drafts.log_probs.float().view(torch.int32).long()
     return torch.cat((chosen, spoiled.long(), lawful, drafts.ids, drafts.parents, log_probs), dim=1)
 
