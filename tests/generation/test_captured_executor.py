@@ -2,6 +2,7 @@
 threads, and captured anew when a model has changed."""
 
 import copy
+import re
 import threading
 from types import MethodType
 
@@ -245,6 +246,26 @@ def test_harmful_drafts(pair, plan, value):
     assert probed.tolist() == text.tolist()
     assert harmed.tolist() == text.tolist()
     assert stats.kinds["plain"] > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_scores_that_are_no_distribution_are_an_error_where_a_token_is_drawn(pair, plan):
+    """From the fourth token on they are NaN. A greedy text goes on, as that of the target alone."""
+    target, _ = pair
+    found, _ = decode(pair, Uncaptured(), plan)  # whether the target can be captured is tried while it is sound
+    text = found[0, len(PROMPT[0]) :].tolist()
+    poison = next(token for token in text[3:] if token not in (*PROMPT[0], *text[:3]))
+    with torch.no_grad():
+        target.get_input_embeddings().weight[poison] = float("nan")
+    sampled = {"do_sample": True, "top_k": 1}
+    with pytest.raises(RuntimeError, match="probability tensor") as expected:
+        target.generate(**asked(**sampled))
+    release()
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+        decode(pair, Uncaptured(), plan, **sampled)
+    harmed, stats = decode(pair, Uncaptured(), plan)
+    assert harmed.tolist() == target.generate(**asked()).tolist()
+    assert set(stats.executions) == {f"as {Uncaptured.name}"}
 
 
 # --- failures ---
