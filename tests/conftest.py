@@ -5,9 +5,16 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+
+# Tests know nothing of what was measured on this machine before, and leave nothing: they have a cache folder of their
+# own, which pytest's workers share. It is read when the Hub's client is imported.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    cache_folder = TemporaryDirectory(prefix="eagle31_hf-")
+    os.environ["HF_HOME"] = cache_folder.name
 
 # Triton's kernels run in its interpreter where there is no GPU. It reads this when it is imported, by transformers.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")

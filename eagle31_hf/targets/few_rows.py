@@ -366,8 +366,9 @@ def _measured(groups: list[Group]) -> Choice:
     own = [_run(group, None) for group in timed]
     with suppress(RuntimeError):  # a processor that oneDNN has no such kernel for
         over_packed = [_run(group, _packed(group)) for group in timed]
-        if _seconds(over_packed, first, TIMED_ROWS) < _seconds(own, first, TIMED_ROWS):
-            of_prompt, of_own = (_seconds(runs[:1], first, TIMED_PROMPT) for runs in (over_packed, own))
+        of_packed, of_own = _seconds((over_packed, own), first, TIMED_ROWS)
+        if of_packed < of_own:
+            of_prompt, of_own = _seconds((over_packed[:1], own[:1]), first, TIMED_PROMPT)
             return Choice(True, _least_rows(over_packed, first) if is_low else 1, PROMPT_GAIN * of_prompt < of_own)
     return Choice(False, _least_rows(own, first) if is_low else 1)
 
@@ -377,19 +378,21 @@ def _rows(num: int, layer: nn.Linear) -> Tensor:
     return values.to(layer.weight.dtype)
 
 
-def _seconds(runs: list[Run], layer: nn.Linear, numbers_of_rows: tuple[int, ...]) -> float:
-    """The seconds that layers take one after the other, over all numbers of rows that are timed: the least of several
-    times, as other load only ever makes them longer."""
+def _seconds(ways: Sequence[list[Run]], layer: nn.Linear, numbers_of_rows: tuple[int, ...]) -> list[float]:
+    """The seconds that layers take one after the other, over all numbers of rows that are timed, by each of the ways to
+    run them: the least of several times, as other load only ever makes them longer. The ways take turns, so that such
+    load meets all of them."""
     inputs = [_rows(num, layer) for num in numbers_of_rows]
-    taken = list[list[float]]()
-    for _ in range(TIMES + 1):  # the first time is not the usual one
-        taken.append([])
-        for x in inputs:
-            begin = time.perf_counter()
-            for run in runs:
-                run(x)
-            taken[-1].append(time.perf_counter() - begin)
-    return sum(min(times) for times in zip(*taken[1:], strict=True))
+    taken = [[_seconds_of(runs, x) for runs in ways for x in inputs] for _ in range(TIMES + 1)]
+    least = [min(times) for times in zip(*taken[1:], strict=True)]  # the first time is not the usual one
+    return [sum(least[i : i + len(inputs)]) for i in range(0, len(least), len(inputs))]
+
+
+def _seconds_of(runs: list[Run], x: Tensor) -> float:
+    begin = time.perf_counter()
+    for run in runs:
+        run(x)
+    return time.perf_counter() - begin
 
 
 def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:

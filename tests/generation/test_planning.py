@@ -3,6 +3,7 @@ simulated, their drafter's probabilities are the chances that its tokens are acc
 tried out beside it.
 """
 
+import json
 import math
 import random
 import sys
@@ -41,6 +42,7 @@ SHARE_OF_PLAIN = 0.97  # or, of a drafter that is never right, of plain decoding
 LEAST_PLAIN_ROUNDS = 450  # with so many of 564 rounds without drafts,
 MOST_PLAIN_ROUNDS = 560  # and once drafting pays again, so many of 600 rounds without
 MOST_PLAIN_LATER = 10  # and so many of the 100 after them.
+SHARE_OF_UNKNOWING = 0.97  # From times that were kept, so much of what is reached where nothing is known.
 FREE_TO_DEAR = 4  # Trees have so many times as many drafts where tokens of a forward are free as where they are dear.
 
 CPU = torch.device("cpu")
@@ -180,7 +182,8 @@ class Drafter:
 class World:
     """Forwards of so many milliseconds, and a drafter that is right with the chance it says. `keep`: of drafts so many
     are not refused whatever it says, so 0 is a drafter that is never right. `decree`: the chance that a node's first
-    child is right, whatever the drafter says. `tree`: milliseconds that a round takes longer with a tree."""
+    child is right, whatever the drafter says. `tree`: milliseconds that a round takes longer with a tree. `slowdown`:
+    how many times as long all takes as on a machine that does nothing else."""
 
     verify: tuple[float, float] = (10.0, 0.15)  # at all, and a token
     step: tuple[float, float] = (1.0, 0.05)
@@ -189,6 +192,7 @@ class World:
     decree: float | None = None
     tree: float = 0.0
     loading: float = 0.0
+    slowdown: float = 1.0
     loaded: set[int] = field(default_factory=set)
     now: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
@@ -198,7 +202,7 @@ class World:
         return self.now
 
     def spend(self, price: tuple[float, float], num_tokens: int) -> float:
-        seconds = (price[0] + price[1] * num_tokens) / 1000 * self.dice.uniform(0.97, 1.03)
+        seconds = (price[0] + price[1] * num_tokens) / 1000 * self.slowdown * self.dice.uniform(0.97, 1.03)
         self.now += seconds
         return seconds
 
@@ -443,6 +447,30 @@ def test_a_new_call_goes_on_with_what_was_learnt(world):
     ours, known = world(), Knowledge()
     ours.decode(auto(known), 100)
     assert auto(known).plan(100, UNLIMITED, [0], 1).controller.trial is None
+
+
+@pytest.mark.parametrize("slowdown", [1 / 3, 3.0])
+@pytest.mark.parametrize("name", ["cheap_drafter-chains", "unsure-chains", "tokens_are_free-trees"])
+def test_times_kept_from_a_machine_that_was_busy_mislead_no_longer_than_it_takes_to_learn(world, name, slowdown):
+    """And not from one that was idle, where it is busy now."""
+    figures, kept, unknowing = WORLDS[name][0], [], []
+    for seed in range(4):
+        known, later = Knowledge(), Knowledge()
+        world(**figures, slowdown=slowdown, dice=random.Random(seed)).decode(auto(known), 40)
+        later.take_up(json.loads(json.dumps(known.as_dict())))
+        kept.append(rate(world(**figures, dice=random.Random(9 + seed)).decode(auto(later), 60)))
+        unknowing.append(rate(world(**figures, dice=random.Random(9 + seed)).decode(auto(), 60)))
+        assert later.calibration.seen[0] > known.calibration.seen[0]  # that is no matter of time
+    assert sum(kept) > SHARE_OF_UNKNOWING * sum(unknowing), (kept, unknowing)
+
+
+def test_times_kept_from_a_machine_as_it_is_now_are_gone_on_from(world):
+    known, later = Knowledge(), Knowledge()
+    world().decode(auto(known), 40)
+    later.take_up(json.loads(json.dumps(known.as_dict())))
+    world(slowdown=1.15, dice=random.Random(1)).decode(auto(later), 10)
+    assert set(known.verify.seconds) <= set(later.verify.seconds)
+    assert not any(arm.trials for arm in later.exploration.arms.values() if arm.rounds)
 
 
 def test_first_rounds_try_every_size(world):

@@ -44,7 +44,7 @@ def tried(monkeypatch):
     monkeypatch.setattr(few_rows.MEASURED, "get", lambda name: None)
     monkeypatch.setattr(few_rows.MEASURED, "put", lambda name, figures: None)
     own = few_rows.packed_linear
-    monkeypatch.setattr(few_rows, "_seconds", lambda runs, *_: float(getattr(runs[0], "func", None) is not own))
+    monkeypatch.setattr(few_rows, "_seconds_of", lambda runs, *_: float(getattr(runs[0], "func", None) is not own))
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ class AutoPlanner(Planner):
         """Learns what verifying so many nodes takes, but for the first time, which may load kernels."""
         with self.known.lock:
             if not self._is_first(CHAINS, num_nodes):
-                self.known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
+                self.known.add_verify(num_nodes, seconds["verify"] + seconds["accept"])
 
     def observe(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns from a round that is over: `num_nodes` of each sequence were verified; `seconds` its phases took."""
@@ -106,7 +106,7 @@ class AutoPlanner(Planner):
         pairs = zip(accepted.tokens, accepted.num_drafts, strict=True)
         counts = [len(new) for new, was_going in pairs if was_going is not None]
         num_tokens = sum(counts) / max(1, len(counts))
-        known.verify.add(num_nodes, seconds["verify"] + seconds["accept"])
+        known.add_verify(num_nodes, seconds["verify"] + seconds["accept"])
         if controller is None:
             known.exploration.add(self.kind, num_tokens, known.verify.usual(num_nodes))
             return
@@ -122,7 +122,7 @@ class AutoPlanner(Planner):
         for width, taken in levels:
             known.step.add(width, taken)
         rest = known.rest[self.kind]
-        rest.add(0, seconds - reading - sum(taken for _, taken in levels))
+        rest.add(0, max(0.0, seconds - reading - sum(taken for _, taken in levels)))  # but for rounding it is more
         steps = sum(known.step.estimate((width,))[0] for width, _ in levels)
         reading = known.read.estimate((min(controller.num_unread, USUAL_READ),))[0]
         return reading + steps + rest.estimate((0,))[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import median
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,10 @@ from .exploration import Exploration
 Known = TypeVar("Known")
 KEPT = "knowledge"
 USUAL_READ_OF_CHAINS = 2  # tokens that a round has given, which the drafter reads
+# Kept times are compared with those of so many rounds, and forgotten where these took so many times as long, or as
+# short: the machine was busier then, or is now, and what pays in one case does not in the other.
+COMPARED_ROUNDS = 3
+ALLOWED_CHANGE = 1.3
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Knowledge:
     exploration: Exploration = field(default_factory=Exploration)
     met: set[tuple[str, int]] = field(default_factory=set)  # kinds and nodes of the rounds of this process
     lock: threading.Lock = field(default_factory=threading.Lock)
+    # What rounds took, over what they took by the times that were kept; None: those are not in question.
+    compared: list[float] | None = None
     store: Measured | None = None
     calls: int = 0
 
@@ -59,6 +66,17 @@ class Knowledge:
         step = self.step.estimate((1,))[0]
         verify = self.verify.estimate(tuple(range(2, 2 + known)))
         return max((each / (seconds + d * step + verify[d]) for d, each in enumerate(tokens)), default=0.0)
+
+    def add_verify(self, num_nodes: int, seconds: float) -> None:
+        """Adds the time that verifying so many nodes, and accepting, took. Where the first of them show that kept times
+        are not those of this machine now, all times are learnt anew; which drafts are accepted is no matter of time."""
+        if self.compared is not None and num_nodes in self.verify.seconds:
+            self.compared.append(seconds / self.verify.estimate((num_nodes,))[0])
+            if len(self.compared) == COMPARED_ROUNDS:
+                change, self.compared = median(self.compared), None
+                if not 1 / ALLOWED_CHANGE < change < ALLOWED_CHANGE:
+                    self._set_times(Knowledge()._costs(), Exploration())
+        self.verify.add(num_nodes, seconds)
 
     def keep(self) -> None:
         """Notes that a call is over, and keeps what is known for other processes: after the first, second, fourth call
@@ -83,10 +101,14 @@ class Knowledge:
             calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return
+        self._set_times(costs, exploration)
+        self.calibration, self.compared = calibration, []
+
+    def _set_times(self, costs: dict[str, CostModel], exploration: Exploration) -> None:
         for name in ("verify", "read", "step"):
             setattr(self, name, costs[name])
         self.rest = {kind: costs[kind] for kind in self.rest}
-        self.calibration, self.exploration = calibration, exploration
+        self.exploration = exploration
 
     def _costs(self) -> dict[str, CostModel]:
         return {"verify": self.verify, "read": self.read, "step": self.step, **self.rest}
