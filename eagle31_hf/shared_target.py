@@ -91,7 +91,7 @@ def check_fits(config: Eagle31Config, target: Any) -> None:
     """Raises ValueError when a target's width or vocabulary is not the one the drafter was made for."""
     rows, width = shape_of(target.get_input_embeddings())
     trained_for = f"the drafter was made for {config.target_model or 'a target it does not name'}; pass that target."
-    target_width = target.config.get_text_config().hidden_size
+    target_width = target.config.get_text_config(decoder=True).hidden_size
     if target_width != config.target_hidden_size:
         raise ValueError(
             f"the target's width is {target_width}, the drafter expects {config.target_hidden_size}: {trained_for}"

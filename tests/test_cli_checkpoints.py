@@ -99,7 +99,11 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     assert Eagle31DrafterModel.from_pretrained(tmp_path / "upgraded").config.is_eagle31
     assert 'from_pretrained("upgraded"' in (tmp_path / "upgraded" / "README.md").read_text()
     assert "is there already" in error_of(capsys, *options, "--output", str(tmp_path / "upgraded"))
-    for content, words in (('{"text": "a"}\n{"words": 1}\n', "line 2: holds no"), ("\n", "holds no records")):
+    for content, words in (
+        ('{"text": "a"}\n{"words": 1}\n', "line 2: holds no"),
+        ('{"text": "a\\ud800"}\n', "line 1: text holds half a surrogate pair"),
+        ("\n", "holds no records"),
+    ):
         texts.write_text(content)
         assert words in error_of(capsys, *options)
 

@@ -170,3 +170,10 @@ def test_a_terminal_that_knows_only_ascii_gets_all_there_is(start, tmp_path):
     program = start(tmp_path, ["info", copy], encoding="ascii")
     assert program.wait() == 0, program.err
     assert "dr\\xe4fter" in program.out
+
+
+def test_outputs_that_were_closed_end_quietly(monkeypatch, tmp_path):
+    for name in ("stdout", "stderr"):
+        with (tmp_path / name).open("w") as file:
+            monkeypatch.setattr(sys, name, file)
+    endings.flush_outputs()

@@ -18,7 +18,9 @@ from ..hub import convert_on_hub, described, kind
 from ..hub import publish as upload_folder
 from ..modeling import Eagle31DrafterModel
 from ..storage.folders import check_new_folder, new_folder
+from ..training.kinds import check_text
 from ..training.records import read_records
+from ..training.skipped import Skipped
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_causal_lm, load_tokenizer
 from .parsing import add_device, add_json, add_option, add_path, add_reading, positive, progress, reading_options, show
@@ -149,12 +151,16 @@ def upgrade(args: argparse.Namespace) -> int:
 
 def read_texts(source: str) -> list[str]:
     """Returns the `text` of every record that is there. Raises what `read_records` raises, ValueError for a record
-    without such a text."""
+    without such a text, or whose text is not Unicode."""
     records, texts = read_records(source), []
     for i, record in enumerate(records):
         text = record.get("text")
         if not isinstance(text, str):
             raise ValueError(f'{records.where(i)}: holds no "text" string; expected {{"text": "..."}}.')
+        try:
+            check_text(text)
+        except Skipped as error:
+            raise ValueError(f"{records.where(i)}: {error}") from None
         texts.append(text)
     return texts
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -154,4 +155,5 @@ def flush_outputs() -> None:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with suppress(OSError, ValueError):  # one that was closed has nothing left to say
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -76,6 +76,7 @@ def data_options(args: argparse.Namespace, **others: Any) -> Any:
     return PreparationOptions(
         max_length=args.max_length,
         split=args.split,
+        max_samples=args.max_samples,
         seed=args.seed,
         template_options=dict(args.template_option),
         engine=engine_options(args),
@@ -154,7 +155,7 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     add_self_prompts(parser)
     what = "the store's folder; run again with the same arguments, what is missing is added"
     add_path(parser, "--output", what, required=True)
-    add_option(parser, "--split", str, "train", "of a dataset")
+    add_split(parser)
     parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
     parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
     _add_rows(parser)
@@ -230,6 +231,13 @@ def add_self_prompts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="add N chats that the target makes up: it asks the questions, then answers them; no data is needed",
     )
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which records of the data count."""
+    add_option(parser, "--split", str, "train", "of a dataset")
+    what = "only the first N records of the data; a dataset of the Hub is streamed then, not downloaded whole"
+    parser.add_argument("--max-samples", type=positive, metavar="N", help=what)
 
 
 def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:

@@ -27,6 +27,7 @@ from .preparation import (
     add_engine,
     add_loading,
     add_self_prompts,
+    add_split,
     add_template_option,
     answer_options,
     data_options,
@@ -286,7 +287,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     what = "chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
     add_path(parser, "--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
     add_self_prompts(parser)
-    add_option(parser, "--split", str, "train", "of a dataset")
+    add_split(parser)
     parser.add_argument(
         "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
     )

@@ -126,7 +126,7 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
-def _check_text(parsed: Any) -> None:
+def check_text(parsed: Any) -> None:
     """Raises Skipped for half a surrogate pair, which no tokenizer reads, anywhere in a parsed record."""
     try:
         json.dumps(parsed, ensure_ascii=False, default=str).encode()
@@ -237,7 +237,7 @@ def parse_record(record: Record) -> Chat | str | Tokens:
         if found.issuperset(columns):
             parsed = read(record)
             if not isinstance(parsed, Tokens):
-                _check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
+                check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
             return parsed
     kinds = "; ".join(" and ".join(columns) for columns in KINDS)
     names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"

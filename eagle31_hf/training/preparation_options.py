@@ -20,7 +20,8 @@ RECORDS_PER_LARGE_SHARD = 1024  # of an engine, which answers what it is asked a
 class PreparationOptions:
     """Options of training data.
 
-    `split` is that of a dataset. Examples have at most `max_length` tokens. `mask`: "answers", or "all": every token
+    `split` is that of a dataset; `max_samples`: only so many records of the data are read, the first ones, and one of
+    the Hub is streamed. Examples have at most `max_length` tokens. `mask`: "answers", or "all": every token
     counts as an answer's. `template_augmentation`: the share of chats rendered in another of `chats.RENDERINGS`, the
     same ones for the same `seed`. `chat_template`: instead of the tokenizer's; `template_options`: further variables of
     it, as `enable_thinking`. `regenerate`: answers are the target's own, of at most `max_new_tokens` tokens, by
@@ -36,6 +37,7 @@ class PreparationOptions:
     max_length: int = 2048
     mask: str = "answers"
     split: str = "train"
+    max_samples: int | None = None
     seed: int = 0
     template_augmentation: float = 0.0
     chat_template: str | None = None
@@ -59,6 +61,8 @@ class PreparationOptions:
             raise ValueError(f"template_augmentation is {self.template_augmentation}; expected a share, 0 to 1.")
         if self.max_length < LEAST_TEXT:
             raise ValueError(f"max_length is {self.max_length}; expected at least {LEAST_TEXT}.")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"max_samples is {self.max_samples}; expected at least 1, or None for all.")
         if not self.states and (self.layer_ids, self.dtype) != (None, None):
             raise ValueError(
                 f"layer_ids is {self.layer_ids} and dtype {self.dtype!r} without states; expected neither, or states."

@@ -89,8 +89,10 @@ def _records(source: str | None, options: PreparationOptions) -> Records:
     if source is None:
         if not options.self_prompts:
             raise ValueError("there is no data and self_prompts is 0; expected one of the two, or both.")
+        if options.max_samples is not None:
+            raise ValueError(f"max_samples is {options.max_samples} and there is no data; expected data to read it of.")
         return own
-    given = read_records(source, options.split)
+    given = read_records(source, options.split, options.max_samples)
     return Joined([given, own]) if options.self_prompts else given
 
 

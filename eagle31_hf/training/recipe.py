@@ -104,6 +104,11 @@ class ExampleReader:
                     f"{source} is a store, to which no self-prompted chats are added here; expected the data it was"
                     " made of, or a store made by prepare-data --self-prompts."
                 )
+            if self.options.max_samples is not None and name != EVAL_DATA:
+                raise ValueError(
+                    f"max_samples is {self.options.max_samples} and {source} is a store, which is read whole; expected"
+                    " the data it was made of, or a store made by prepare-data --max-samples."
+                )
             if self.options.regenerate and not store.manifest.source["regenerate"]:
                 raise ValueError(
                     f"{source} is a store of answers as the data has them, and answers are to be regenerated; expected"
@@ -115,25 +120,25 @@ class ExampleReader:
 
     def _made(self, source: str | None, name: str) -> HiddenStateStore:
         """Makes the store of a source, each process of a distributed run its share of the shards."""
-        if not self.options.regenerate:
-            return self._tokenized(source)
-        state, options = PartialState(), self.options
-        folder = self.folder / name
-        part = (state.process_index, state.num_processes)
+        options = self.options
         if name == EVAL_DATA:  # what is evaluated on is as the caller has it
-            options = replace(options, self_prompts=0)
+            options = replace(options, self_prompts=0, max_samples=None)
+        if not options.regenerate:
+            return self._tokenized(source, options)
+        state, folder = PartialState(), self.folder / name
+        part = (state.process_index, state.num_processes)
         prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
         return HiddenStateStore(folder)
 
-    def _tokenized(self, source: str) -> HiddenStateStore:
+    def _tokenized(self, source: str, options: PreparationOptions) -> HiddenStateStore:
         """Makes the store of a source as it is in the cache folder, or finds it there: the first process of each
         machine makes it, for one run at a time."""
-        options = replace(self.options, engine=None)
+        options = replace(options, engine=None)
 
         def made() -> Path:
             made_of = (
-                identity(source, options.split),
+                identity(source, options.split, options.max_samples),
                 repr(replace(options, processes=None, batch_size=1)),
                 tokenizer_fingerprint(self.tokenizer),
                 self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,22 @@ class Joined(Records):
         return part[number]
 
 
+class First(Records):
+    """The first `count` records of others, all where there are not so many."""
+
+    def __init__(self, records: Records, count: int):
+        self._records, self._numbers = records, range(min(count, len(records)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def where(self, number: int) -> str:
+        return self._records.where(self._numbers[number])
+
+    def __getitem__(self, index):
+        return self._records[self._numbers[index]]
+
+
 def _checked(record: Any, place: str) -> Record:
     if not isinstance(record, dict):
         raise Skipped("no JSON object", f"holds a {type(record).__name__}; expected one JSON object a line.", place)
@@ -162,12 +179,13 @@ FILES: dict[str, Callable[[Path], Records]] = {
 }
 
 
-def read_records(source: str, split: str = "train") -> Records:
+def read_records(source: str, split: str = "train", max_samples: int | None = None) -> Records:
     """Reads the records of a file, of all files in a folder in the order of their paths, or of a dataset, saved in a
     folder or of the Hub. Of a store that prepare-data wrote, also of several in one folder, the tokens are read.
 
     `.jsonl` is read lazily; a file that is no `.jsonl`, `.json`, `.parquet` or shard is one record {"text"}. Datasets
-    of the Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. Raises
+    of the Hub go by "owner/name" or "owner/name:config"; `split` is theirs and that of saved ones. `max_samples`: only
+    so many records, the first ones; a dataset of the Hub is streamed then, not downloaded whole. Raises
     FileNotFoundError for a path that is not there, ValueError for a file that cannot be read or has nothing in it,
     ImportError where the `datasets` library is needed and missing.
     """
@@ -175,18 +193,19 @@ def read_records(source: str, split: str = "train") -> Records:
         parts = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
         records: Records = parts[0] if len(parts) == 1 else Joined(parts)
     else:
-        records = Items(source, _dataset(source, split), "row")
+        records = Items(source, _dataset(source, split, max_samples), "row")
     if not len(records):
         raise ValueError(f"{source}: holds no records; expected at least one.")
-    return records
+    return records if max_samples is None else First(records, max_samples)
 
 
-def identity(source: str, split: str = "train") -> str:
+def identity(source: str, split: str = "train", max_samples: int | None = None) -> str:
     """Returns a hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split
-    and fingerprint."""
+    and fingerprint, which is that of its first `max_samples` records where it is streamed."""
     if not _is_local(source):
         name = None if Path(source).exists() else source
-        return hashlib.sha256(json.dumps([name, split, _dataset(source, split)._fingerprint]).encode()).hexdigest()
+        fingerprint = _dataset(source, split, max_samples)._fingerprint
+        return hashlib.sha256(json.dumps([name, split, fingerprint]).encode()).hexdigest()
     digest = hashlib.sha256()
     for path in _files(source):
         name = path.relative_to(source).as_posix() if path != Path(source) else path.suffix
@@ -222,14 +241,25 @@ def _files(source: str) -> list[Path]:
     return found
 
 
-def _dataset(source: str, split: str) -> Any:
+def _dataset(source: str, split: str, max_samples: int | None) -> Any:
     if Path(source).exists():
         saved = _datasets(source).load_from_disk(source)
         if isinstance(saved, dict) and split not in saved:
             raise ValueError(f"{source}: has no split {split!r}; expected one of {', '.join(saved)}.")
         return saved[split] if isinstance(saved, dict) else saved
+    return _of_hub(source, split) if max_samples is None else _streamed(source, split, max_samples)
+
+
+def _of_hub(source: str, split: str, **options: Any) -> Any:
     name, _, config = source.partition(":")
-    return _datasets(source).load_dataset(name, config or None, split=split)
+    return _datasets(source).load_dataset(name, config or None, split=split, **options)
+
+
+@lru_cache(maxsize=4)  # it is read, and identified
+def _streamed(source: str, split: str, max_samples: int) -> Any:
+    """Returns the first rows of a dataset of the Hub, in memory, with a fingerprint of their contents."""
+    rows = _of_hub(source, split, streaming=True)
+    return _datasets(source).Dataset.from_list([*rows.take(max_samples)], features=rows.features)
 
 
 def _datasets(source: str) -> Any:

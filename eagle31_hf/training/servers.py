@@ -178,7 +178,7 @@ class Servers:
                         " Start the server again, and the same command goes on."
                     ) from None
             else:
-                self._succeeded(server)
+                self._succeeded(server, began)
                 return result
             finally:
                 with self._lock:
@@ -229,8 +229,9 @@ class Servers:
                 server.pause_ends = server.failed_at + pause
                 self.tell(f"{error}; it is left out for {pause:g} seconds")
 
-    def _succeeded(self, server: Server) -> None:
+    def _succeeded(self, server: Server, began: float) -> None:
+        """Notes an answer. One to a request that `began` before the server failed does not show that it is back."""
         with self._lock:
-            if server.failures:
+            if server.failures and began >= server.failed_at:
                 server.failures = 0
                 self.tell(f"{server.url} answers again")

@@ -203,7 +203,7 @@ class ShardBuilder:
         """Returns all that the examples follow from besides the target and its tokenizer, as the manifest keeps it."""
         options = self.options
         made_of: dict[str, Any] = {
-            "data": None if source is None else identity(source, options.split),
+            "data": None if source is None else identity(source, options.split, options.max_samples),
             "max_length": options.max_length,
             "mask": options.mask,
             "seed": options.seed,

@@ -20,7 +20,7 @@ from eagle31_hf.training.engine_server import Request
 from eagle31_hf.training.servers import EngineOptions, Servers
 
 INTERRUPTED = 3  # exit status of `ask_until_interrupted`
-HANG = 1.0  # seconds: longer than tests wait for an answer
+HANG = 4.0  # seconds: longer than tests wait for an answer
 Trouble = Callable[[int], str | int | None]  # the number of a request for an answer -> what goes wrong with it
 
 

@@ -184,6 +184,24 @@ def test_a_log_says_how_fast_a_run_is_and_how_long_it_takes(told, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("regenerate", [False, True])
+def test_of_the_data_as_many_samples_are_read_as_are_asked_for(target, speller, source, tmp_path, told, regenerate):
+    """Not of what is evaluated on; and a store is read whole, or not at all."""
+    options = replace(OPTIONS, max_samples=3, regenerate=regenerate)
+    options = replace(options, max_new_tokens=4, generation={"do_sample": False}) if regenerate else options
+    reader = ExampleReader(target, speller, options, told.append, tmp_path / "run")
+    data = reader.training_data(source, source, 5)
+    assert len(data.train) == 3
+    assert len(data.held_out) > RECORDS - 5  # some may have no answer
+    more = ExampleReader(target, speller, replace(options, max_samples=4), told.append, tmp_path / "more")
+    assert len(more.read(source, "data")[0]) == 4
+    prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
+    with pytest.raises(ValueError, match=r"max_samples is 3 and .* is a store, .* expected the data it was made of"):
+        reader.read(str(tmp_path / "store"), "data")
+    with pytest.raises(ValueError, match="num_records is 30, expected 4"):
+        prepare_data(target, speller, source, tmp_path / "store", replace(OPTIONS, max_samples=4))
+
+
 def test_answers_of_a_store_are_not_regenerated_in_silence(target, speller, source, tmp_path, told):
     prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
     reader = ExampleReader(target, speller, replace(OPTIONS, regenerate=True), told.append, tmp_path / "run")

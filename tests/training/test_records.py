@@ -189,6 +189,41 @@ def test_saved_datasets(tmp_path):
         read_records(str(tmp_path / "two"), "dev")
 
 
+def test_the_first_records_alone(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        written(tmp_path, name, LINES)
+    first = read_records(str(tmp_path), max_samples=4)
+    assert [*first] == [*RECORDS, RECORDS[0]]
+    assert first.where(3) == f"{tmp_path / 'b.jsonl'}, line 1"
+    assert len(read_records(str(tmp_path), max_samples=99)) == 6
+    with pytest.raises(IndexError):
+        first[4]
+
+
+def test_of_a_dataset_of_the_hub_no_more_is_read_than_is_asked_for(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    read = []
+
+    def rows(name):
+        for record in 9 * RECORDS:
+            read.append(record)
+            yield record | {"name": name}
+
+    def load_dataset(path, name=None, *, split, streaming=False):
+        assert streaming
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"name": f"{path} {name} {split}"})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    records = read_records("owner/name:config", "dev", max_samples=2)
+    assert [*records] == [record | {"name": "owner/name config dev"} for record in RECORDS[:2]]
+    assert records.where(1) == "owner/name:config, row 2"
+    num_read = len(read)
+    first = identity("owner/name:config", "dev", max_samples=2)
+    assert len(read) == num_read < 9  # once, though it is read and identified
+    assert first != identity("owner/name:config", "dev", max_samples=1)
+    assert first != identity("owner/other:config", "dev", max_samples=2)
+
+
 def test_identity_is_of_the_contents(tmp_path):
     first, moved, other = (
         written(tmp_path, name, text) for name, text in (("a.txt", "x"), ("b/c.txt", "x"), ("d.txt", "y"))
