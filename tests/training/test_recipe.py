@@ -202,6 +202,24 @@ def test_of_the_data_as_many_samples_are_read_as_are_asked_for(target, speller, 
         prepare_data(target, speller, source, tmp_path / "store", replace(OPTIONS, max_samples=4))
 
 
+@pytest.mark.parametrize("regenerate", [False, True])
+def test_a_dataset_of_the_hub_is_streamed_wherever_it_is_read(target, speller, tmp_path, monkeypatch, regenerate):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(path, name, *, split, streaming):
+        asked.append((path, split, streaming))
+        return datasets.Dataset.from_list([{"text": "abcdefgh"}] * RECORDS).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    options = replace(OPTIONS, split="dev", max_samples=3, regenerate=regenerate)
+    options = replace(options, max_new_tokens=4, generation={"do_sample": False}) if regenerate else options
+    source = f"owner/{'answered' if regenerate else 'given'}"
+    examples, _ = ExampleReader(target, speller, options, print, tmp_path / "run").read(source, "data")
+    assert len(examples) == 3
+    assert asked == [(source, "dev", True)]
+
+
 def test_answers_of_a_store_are_not_regenerated_in_silence(target, speller, source, tmp_path, told):
     prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
     reader = ExampleReader(target, speller, replace(OPTIONS, regenerate=True), told.append, tmp_path / "run")
