@@ -35,15 +35,16 @@ def decoder_of(target: PreTrainedModel) -> nn.Module:
     return target.get_decoder() if hasattr(target, "get_decoder") else target
 
 
-# Modules whose hooks leave forwards as they are: this one's, and those that transformers leaves on every layer once
-# hidden states or attentions were asked for, which do nothing while none are.
+# Python modules whose hooks change nothing in a forward: this one, and the one of transformers whose hooks stay on
+# every layer once hidden states or attentions were asked for, and do nothing in calls that ask for none.
 OF_HARMLESS_HOOKS = (__name__, "transformers.utils.output_capturing")
-# Those whose hooks do not look at the rows of what a module is given: with recurrent states, paths of a tree.
+# Packages whose hooks do the same whatever the rows of a module's input stand for: where a target has recurrent states,
+# the rows are the paths of a tree.
 OF_HOOKS_FOR_ANY_ROWS = ("eagle31_hf", "transformers")
 
 
 def has_hooks(module: nn.Module, of_harmless: tuple[str, ...] = OF_HARMLESS_HOOKS) -> bool:
-    """Returns whether a module has hooks that may do something in any forward: of others than `of_harmless`."""
+    """Returns whether a module has hooks that were defined elsewhere than in `of_harmless`, which may do anything."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
     return any(not (getattr(function, "__module__", None) or "").startswith(of_harmless) for function in functions)

@@ -41,7 +41,8 @@ class Settings:
             raise ValueError(f"depth is {self.depth}; expected 1 to {MAX_DEPTH}.")
 
 
-# Figures of every prediction, see `PredictionFigures`, and of those that are watched, see also `diagnostics`.
+# Names of figures: those of every prediction (`PredictionFigures`), and those of the watched ones alone (explained in
+# `diagnostics`).
 OF_ALL = ("distance", "accuracy", "acceptance", "coverage", "state_norm")
 OF_WATCHED = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
 
