@@ -56,7 +56,19 @@ def test_it_is_written_ever_less_often(monkeypatch, target, drafter):
     assert writes.count(KEPT) == 3  # after the first, second and fourth call
 
 
-SPOILT = ["none", "list", "no costs", "no calibration", "short", "negative", "words", "nan", "infinite", "no end"]
+SPOILT = [
+    "none",
+    "list",
+    "no costs",
+    "no calibration",
+    "short",
+    "negative",
+    "zero",
+    "words",
+    "nan",
+    "infinite",
+    "no end",
+]
 
 
 def spoilt(kept: dict, spoil: str) -> object:
@@ -66,6 +78,8 @@ def spoilt(kept: dict, spoil: str) -> object:
         kept["calibration"]["offsets"].pop()
     elif spoil == "negative":
         kept["costs"]["verify"]["1"] = [-1.0]
+    elif spoil == "zero":
+        kept["costs"]["verify"] = {size: [0.0] for size in kept["costs"]["verify"]}
     elif spoil == "words":
         kept["arms"][PLAIN]["rate"] = ["a", "b", "c"]
     elif spoil == "nan":

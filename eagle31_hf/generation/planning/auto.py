@@ -18,6 +18,7 @@ from .knowledge import Knowledge
 from .plan import NO_DRAFTS, Plan, Planner
 
 USUAL_READ = 8  # tokens: a longer reading catches up on a pause, which drafting is not to be blamed for
+LEAST_TIME = 1e-9  # seconds: no part of a round takes less
 MAX_NODES = COUNTS[-1] + 1
 
 
@@ -122,7 +123,7 @@ class AutoPlanner(Planner):
         for width, taken in levels:
             known.step.add(width, taken)
         rest = known.rest[self.kind]
-        rest.add(0, max(0.0, seconds - reading - sum(taken for _, taken in levels)))  # but for rounding it is more
+        rest.add(0, max(LEAST_TIME, seconds - reading - sum(taken for _, taken in levels)))  # rounding may leave less
         steps = sum(known.step.estimate((width,))[0] for width, _ in levels)
         reading = known.read.estimate((min(controller.num_unread, USUAL_READ),))[0]
         return reading + steps + rest.estimate((0,))[0]

@@ -26,7 +26,7 @@ class CostModel:
         model = cls()
         for size, times in kept.items():
             for seconds in times:
-                if not 0 <= float(seconds) < float("inf"):
+                if not 0 < float(seconds) < float("inf"):
                     raise ValueError(f"a time is {seconds!r}; expected seconds.")
                 model.add(int(size), float(seconds))
         return model
