@@ -201,10 +201,11 @@ def read_records(source: str, split: str = "train", max_samples: int | None = No
 
 def identity(source: str, split: str = "train", max_samples: int | None = None) -> str:
     """Returns a hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split
-    and fingerprint, which is that of its first `max_samples` records where it is streamed."""
+    and fingerprint, or of its first `max_samples` records where it is streamed."""
     if not _is_local(source):
         name = None if Path(source).exists() else source
-        fingerprint = _dataset(source, split, max_samples)._fingerprint
+        found = _dataset(source, split, max_samples)
+        fingerprint = [*map(repr, found)] if isinstance(found, list) else found._fingerprint
         return hashlib.sha256(json.dumps([name, split, fingerprint]).encode()).hexdigest()
     digest = hashlib.sha256()
     for path in _files(source):
@@ -256,10 +257,9 @@ def _of_hub(source: str, split: str, **options: Any) -> Any:
 
 
 @lru_cache(maxsize=4)  # it is read, and identified
-def _streamed(source: str, split: str, max_samples: int) -> Any:
-    """Returns the first rows of a dataset of the Hub, in memory, with a fingerprint of their contents."""
-    rows = _of_hub(source, split, streaming=True)
-    return _datasets(source).Dataset.from_list([*rows.take(max_samples)], features=rows.features)
+def _streamed(source: str, split: str, max_samples: int) -> list[Any]:
+    """Returns the first rows of a dataset of the Hub."""
+    return [*_of_hub(source, split, streaming=True).take(max_samples)]
 
 
 def _datasets(source: str) -> Any:

@@ -64,6 +64,8 @@ SPOILT = [
     "short",
     "negative",
     "zero",
+    "no trial",
+    "uncounted",
     "words",
     "nan",
     "infinite",
@@ -80,6 +82,10 @@ def spoilt(kept: dict, spoil: str) -> object:
         kept["costs"]["verify"]["1"] = [-1.0]
     elif spoil == "zero":
         kept["costs"]["verify"] = {size: [0.0] for size in kept["costs"]["verify"]}
+    elif spoil == "no trial":
+        kept["arms"][CHAINS]["trials"] = [-3]
+    elif spoil == "uncounted":
+        kept["calibration"]["seen"][0] = -20
     elif spoil == "words":
         kept["arms"][PLAIN]["rate"] = ["a", "b", "c"]
     elif spoil == "nan":

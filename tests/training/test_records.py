@@ -224,6 +224,19 @@ def test_of_a_dataset_of_the_hub_no_more_is_read_than_is_asked_for(monkeypatch):
     assert first != identity("owner/other:config", "dev", max_samples=2)
 
 
+def test_rows_of_a_stream_may_be_of_any_kinds(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = {"mixed": [{"text": "y"}, {"prompt": "a", "response": "b"}], "empty": []}
+
+    def load_dataset(path, *_, **__):
+        return datasets.IterableDataset.from_generator(rows[path].__iter__)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [*read_records("mixed", max_samples=5)] == rows["mixed"]
+    with pytest.raises(ValueError, match="empty: holds no records"):
+        read_records("empty", max_samples=5)
+
+
 def test_identity_is_of_the_contents(tmp_path):
     first, moved, other = (
         written(tmp_path, name, text) for name, text in (("a.txt", "x"), ("b/c.txt", "x"), ("d.txt", "y"))

@@ -67,5 +67,7 @@ class Calibration:
             numbers = [type(usual[0])(one) for one in value] if isinstance(usual, list) else [float(value)]
             if not all(map(math.isfinite, numbers)):
                 raise ValueError(f"{name} is {value!r}; expected finite numbers.")
+            if name == "seen" and min(numbers) < 0:
+                raise ValueError(f"{name} is {value!r}; expected counts.")
             setattr(made, name, numbers if isinstance(usual, list) else numbers[0])
         return made

@@ -17,7 +17,7 @@ from ...storage.fingerprints import digest, weights_fingerprint
 from ...storage.measured import Measured, machine
 from ...version import __version__
 from .calibration import Calibration
-from .costs import CostModel
+from .costs import CostModel, estimate
 from .exploration import Exploration
 
 Known = TypeVar("Known")
@@ -47,8 +47,9 @@ class Knowledge:
     exploration: Exploration = field(default_factory=Exploration)
     met: set[tuple[str, int]] = field(default_factory=set)  # kinds and nodes of the rounds of this process
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # What rounds took, over what they took by the times that were kept; None: those are not in question.
-    compared: list[float] | None = None
+    # Nodes and seconds of verifying, as an earlier process kept them; none, once they were compared with this one's.
+    kept_seconds: list[tuple[int, float]] = field(default_factory=list)
+    changes: list[float] = field(default_factory=list)  # what rounds of this process took, over those
     store: Measured | None = None
     calls: int = 0
 
@@ -70,10 +71,10 @@ class Knowledge:
     def add_verify(self, num_nodes: int, seconds: float) -> None:
         """Adds the time that verifying so many nodes, and accepting, took. Where the first of them show that kept times
         are not those of this machine now, all times are learnt anew; which drafts are accepted is no matter of time."""
-        if self.compared is not None and num_nodes in self.verify.seconds:
-            self.compared.append(seconds / self.verify.estimate((num_nodes,))[0])
-            if len(self.compared) == COMPARED_ROUNDS:
-                change, self.compared = median(self.compared), None
+        if self.kept_seconds:
+            self.changes.append(seconds / estimate(self.kept_seconds, (num_nodes,))[0])
+            if len(self.changes) == COMPARED_ROUNDS:
+                change, self.kept_seconds = median(self.changes), []
                 if not 1 / ALLOWED_CHANGE < change < ALLOWED_CHANGE:
                     self._set_times(Knowledge()._costs(), Exploration())
         self.verify.add(num_nodes, seconds)
@@ -102,7 +103,7 @@ class Knowledge:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return
         self._set_times(costs, exploration)
-        self.calibration, self.compared = calibration, []
+        self.calibration, self.kept_seconds = calibration, self.verify.known
 
     def _set_times(self, costs: dict[str, CostModel], exploration: Exploration) -> None:
         for name in ("verify", "read", "step"):
