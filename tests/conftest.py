@@ -11,7 +11,7 @@ import pytest
 import torch
 
 # Tests know nothing of what was measured on this machine before, and leave nothing: they have a cache folder of their
-# own, which pytest's workers share. It is read when the Hub's client is imported.
+# own, which pytest's workers share. The Hub's client reads HF_HOME when it is imported.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     cache_folder = TemporaryDirectory(prefix="eagle31_hf-")
     os.environ["HF_HOME"] = cache_folder.name

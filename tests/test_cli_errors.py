@@ -75,6 +75,11 @@ BAD = {
         "expected distinct ids >= 0 in ascending order",
     ),
     "too short": ([*PREPARE, "--max-length", "1"], "max_length is 1; expected at least 4"),
+    "no samples": ([*TRAIN, "--max-samples", "0"], "--max-samples: got '0'"),
+    "samples of no data": (
+        ["prepare-data", "--target", "target", "--self-prompts", "2", "--output", "out", "--max-samples", "3"],
+        "max_samples is 3 and there is no data",
+    ),
     "seed": ([*TRAIN, "--seed", "-1"], "--seed: got '-1'"),
     "no value at all": (
         ["train", "--target", "t", "--data=--", "--output", "o"],

@@ -121,7 +121,7 @@ class ExampleReader:
     def _made(self, source: str | None, name: str) -> HiddenStateStore:
         """Makes the store of a source, each process of a distributed run its share of the shards."""
         options = self.options
-        if name == EVAL_DATA:  # what is evaluated on is as the caller has it
+        if name == EVAL_DATA:  # all that the caller names, and no more
             options = replace(options, self_prompts=0, max_samples=None)
         if not options.regenerate:
             return self._tokenized(source, options)

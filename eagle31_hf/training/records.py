@@ -201,7 +201,7 @@ def read_records(source: str, split: str = "train", max_samples: int | None = No
 
 def identity(source: str, split: str = "train", max_samples: int | None = None) -> str:
     """Returns a hash of the data, the same wherever it lies: of the contents of files, or of a dataset's name, split
-    and fingerprint, or of its first `max_samples` records where it is streamed."""
+    and fingerprint or, where it is streamed, its first `max_samples` records."""
     if not _is_local(source):
         name = None if Path(source).exists() else source
         found = _dataset(source, split, max_samples)
@@ -256,7 +256,7 @@ def _of_hub(source: str, split: str, **options: Any) -> Any:
     return _datasets(source).load_dataset(name, config or None, split=split, **options)
 
 
-@lru_cache(maxsize=4)  # it is read, and identified
+@lru_cache(maxsize=4)  # `read_records` and `identity` both ask for them
 def _streamed(source: str, split: str, max_samples: int) -> list[Any]:
     """Returns the first rows of a dataset of the Hub."""
     return [*_of_hub(source, split, streaming=True).take(max_samples)]

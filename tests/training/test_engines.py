@@ -605,15 +605,21 @@ def test_all_servers_die_and_the_same_line_goes_on(tmp_path, outline, tokenizer,
     assert shards(tmp_path) == shards(greedy)
 
 
+def telling(event: threading.Event, words: str, lines: list[str]):
+    """A `tell` that keeps its lines, and sets the event at one with these words."""
+
+    def tell(line):
+        lines.append(line)
+        if words in line:
+            event.set()
+
+    return tell
+
+
 def test_requests_that_fail_together_are_one_failure(serve):
     """Also where one of them fails after the server is back: it is not left out and met again for that."""
     lines, listed, failed = [], [], []
     both, is_back = threading.Barrier(2, timeout=WAIT), threading.Event()
-
-    def tell(line):
-        lines.append(line)
-        if "answers again" in line:
-            is_back.set()
 
     def ask(server, request):
         if request not in failed:
@@ -624,7 +630,7 @@ def test_requests_that_fail_together_are_one_failure(serve):
             raise UnavailableError("it broke")
         return request.seed
 
-    servers = met(serve(), listed, tell)
+    servers = met(serve(), listed, telling(is_back, "answers again", lines))
     assert servers.each(ask, [asked(0), asked(1)]) == [0, 1]
     assert lines == ["it broke; it is left out for 0.01 seconds", f"{servers.all[0].url} answers again"]
     assert len(listed) == 1
@@ -635,10 +641,6 @@ def test_an_answer_to_an_older_request_does_not_show_that_a_server_is_back(serve
     listed, failed = [], []
     both, is_out = threading.Barrier(2, timeout=WAIT), threading.Event()
 
-    def tell(line):
-        if "left out" in line:
-            is_out.set()
-
     def ask(server, request):
         if request not in failed:
             failed.append(request)
@@ -648,7 +650,7 @@ def test_an_answer_to_an_older_request_does_not_show_that_a_server_is_back(serve
             assert is_out.wait(WAIT)
         return request.seed
 
-    servers = met(serve(), listed, tell)
+    servers = met(serve(), listed, telling(is_out, "left out", []))
     assert servers.each(ask, [asked(0), asked(1)]) == [0, 1]
     assert len(listed) == 1
 

@@ -198,6 +198,8 @@ def test_of_the_data_as_many_samples_are_read_as_are_asked_for(target, speller, 
     prepare_data(target, speller, source, tmp_path / "store", OPTIONS)
     with pytest.raises(ValueError, match=r"max_samples is 3 and .* is a store, .* expected the data it was made of"):
         reader.read(str(tmp_path / "store"), "data")
+    with pytest.raises(ValueError, match="max_samples is 0; expected at least 1"):
+        PreparationOptions(max_samples=0)
     with pytest.raises(ValueError, match="num_records is 30, expected 4"):
         prepare_data(target, speller, source, tmp_path / "store", replace(OPTIONS, max_samples=4))
 

@@ -22,9 +22,9 @@ from .exploration import Exploration
 
 Known = TypeVar("Known")
 KEPT = "knowledge"
-USUAL_READ_OF_CHAINS = 2  # tokens that a round has given, which the drafter reads
-# Kept times are compared with those of so many rounds, and forgotten where these took so many times as long, or as
-# short: the machine was busier then, or is now, and what pays in one case does not in the other.
+USUAL_READ_OF_CHAINS = 2  # tokens: of a round before, which the drafter reads first
+# The first so many rounds of a process are compared with the times that an earlier process kept. Where they take so
+# many times as long, or less than its inverse, the kept times are forgotten: the machine was busier, or is now.
 COMPARED_ROUNDS = 3
 ALLOWED_CHANGE = 1.3
 
@@ -69,14 +69,15 @@ class Knowledge:
         return max((each / (seconds + d * step + verify[d]) for d, each in enumerate(tokens)), default=0.0)
 
     def add_verify(self, num_nodes: int, seconds: float) -> None:
-        """Adds the time that verifying so many nodes, and accepting, took. Where the first of them show that kept times
-        are not those of this machine now, all times are learnt anew; which drafts are accepted is no matter of time."""
+        """Adds the time that verifying so many nodes, and accepting, took. Where the first rounds show that the machine
+        is not as fast, or as slow, as when times were kept, all times and rates are learnt anew. The calibration stays:
+        which drafts are accepted is no matter of time."""
         if self.kept_seconds:
             self.changes.append(seconds / estimate(self.kept_seconds, (num_nodes,))[0])
             if len(self.changes) == COMPARED_ROUNDS:
                 change, self.kept_seconds = median(self.changes), []
                 if not 1 / ALLOWED_CHANGE < change < ALLOWED_CHANGE:
-                    self._set_times(Knowledge()._costs(), Exploration())
+                    self._set_costs(Knowledge()._costs(), Exploration())
         self.verify.add(num_nodes, seconds)
 
     def keep(self) -> None:
@@ -102,10 +103,10 @@ class Knowledge:
             calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return
-        self._set_times(costs, exploration)
+        self._set_costs(costs, exploration)
         self.calibration, self.kept_seconds = calibration, self.verify.known
 
-    def _set_times(self, costs: dict[str, CostModel], exploration: Exploration) -> None:
+    def _set_costs(self, costs: dict[str, CostModel], exploration: Exploration) -> None:
         for name in ("verify", "read", "step"):
             setattr(self, name, costs[name])
         self.rest = {kind: costs[kind] for kind in self.rest}
@@ -132,7 +133,7 @@ def knowledge_of(
 
 def kept_knowledge(drafter: Eagle31DrafterModel, target: PreTrainedModel, *kind: object) -> Knowledge:
     """The knowledge of this pair for one kind of call: this process's, or an earlier one's on this machine, with this
-    version of the library, whose rounds took as long."""
+    version of the library; see `add_verify`."""
     config = target.config.to_json_string(use_diff=False) + target.name_or_path
     dtypes = f"{target.dtype} {drafter.dtype}"
     name = digest(config, dtypes, weights_fingerprint(drafter), machine(), __version__, repr(kind))[:32]
