@@ -464,16 +464,37 @@ def test_times_kept_from_a_machine_that_was_busy_mislead_no_longer_than_it_takes
     assert sum(kept) > SHARE_OF_UNKNOWING * sum(unknowing), (kept, unknowing)
 
 
-@pytest.mark.parametrize("change", [0.1, 0.65, 1.5])
-def test_a_single_kept_time_is_compared_with_several_of_now(change):
+def gone_on_from_a_second() -> Knowledge:
+    """What a process knows whose earlier one kept a second for verifying one node."""
     known, later = Knowledge(), Knowledge()
     known.verify.add(1, 1.0)
     for kind in known.rest:
         known.rest[kind].add(0, 1.0)
     later.take_up(known.as_dict())
+    return later
+
+
+@pytest.mark.parametrize("change", [0.1, 0.65, 1.5])
+def test_a_single_kept_time_is_compared_with_several_of_now(change):
+    later = gone_on_from_a_second()
     for _ in range(3):
         later.add_verify(1, change)
     assert [*later.verify.seconds[1]] == [change]  # the last round's: those before it have shown the change
+
+
+@pytest.mark.parametrize("seconds", [(5.0, 1.0, 1.1), (1.0, 0.1, 0.9)])
+def test_one_round_that_is_out_of_line_is_no_change(seconds):
+    later = gone_on_from_a_second()
+    for each in seconds:
+        later.add_verify(1, each)
+    assert [*later.verify.seconds[1]] == [1.0, *seconds]
+
+
+def test_rounds_that_read_drafts_off_the_text_are_compared_too():
+    later = gone_on_from_a_second()
+    for _ in range(3):
+        auto(later).observe_lookup(1, {"verify": 3.0, "accept": 1.0})
+    assert [*later.verify.seconds[1]] == [4.0]
 
 
 def test_times_kept_from_a_machine_as_it_is_now_are_gone_on_from(world):
