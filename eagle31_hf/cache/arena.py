@@ -1,5 +1,5 @@
-"""Keys and values that stay at one address from call to call, with lengths that the device holds: what a captured
-round, which replays the same operations on the same memory, needs.
+"""Keys, values and states that stay at one address from call to call, with lengths that the device holds: what a
+captured round, which replays the same operations on the same memory, needs.
 
 B sequences, H heads, C slots, D width.
 """
@@ -12,8 +12,9 @@ from transformers import Cache
 
 from ..kernels.acceptance import table_of
 from ..kernels.rope import append
+from .hybrid_layer import StatesBeside
 from .layer import DUMMY, Placement, SlotLayer, slot_layers
-from .states import is_recurrent
+from .states import StateArena, holds_states, leave_state_arena
 
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
 # nodes are written after it.
@@ -23,10 +24,11 @@ LEAST_SLOTS = {"cuda": 4096}  # a longer text has everything captured anew; 0.5 
 
 class Arena:
     """The buffers (R, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C;
-    `num_rows`: R, by default as many as are first written."""
+    `num_rows`: R, by default as many as are first written; `states`: those of recurrent layers."""
 
     def __init__(self, capacity: int, num_rows: int | None = None):
         self.capacity, self.num_rows = capacity, num_rows
+        self.states = StateArena(num_rows)
         self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
         self.tables = list[Any]()  # of them, for kernels; graphs read these, so they are kept as long as the arena
 
@@ -56,7 +58,13 @@ class Arena:
             self.tables.append(table)
 
     def num_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.all())
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.all(), *self.states.all()))
+
+    def clear(self) -> None:
+        """Drops all buffers, which no graph may read any more."""
+        self.buffers.clear()
+        self.tables.clear()
+        self.states = StateArena(self.num_rows)
 
 
 class ArenaPlacement(Placement):
@@ -117,27 +125,40 @@ class ArenaLayer(SlotLayer):
         self.buffers = [buffer[: self.placement.num_rows] for buffer in self.arena.of_layer(self.index, like)]
 
 
+class HybridArenaLayer(ArenaLayer, StatesBeside):
+    """A layer in an arena with states beside its keys."""
+
+    def __init__(self, stock: Any, placement: ArenaPlacement, arena: Arena, index: int, window: int | None):
+        self.stock = stock
+        ArenaLayer.__init__(self, placement, arena, index, window)
+
+
 def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaPlacement:
     """Makes the layers of a cache of `num_rows` sequences layers in an arena, which gets copies of the tokens they
-    hold; returns their placement."""
+    hold, but not of states; returns their placement."""
     placement = ArenaPlacement()
     placement.num_rows = num_rows
     layers = list[Any]()
     for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, SlotLayer):  # it holds nothing
+        if not isinstance(layer, SlotLayer):  # it holds nothing, or states alone
             layers.append(layer)
             continue
-        layers.append(ArenaLayer(placement, arena, index, layer.window))
+        place = placement, arena, index, layer.window
+        stock = getattr(layer, "stock", None)  # of a layer with states beside its keys
+        layers.append(ArenaLayer(*place) if stock is None else HybridArenaLayer(stock, *place))
         layers[-1].take_over(layer)
     cache.layers = layers
     return placement
 
 
 def leave_arena(cache: Cache) -> None:
-    """Has the layers of a cache hold their tokens in memory of their own: another call is about to use the arena."""
+    """Has the layers of a cache hold their tokens and states in memory of their own: another call is about to use the
+    arena."""
     for layer in cache.layers:
         if isinstance(layer, ArenaLayer):
             layer.leave()
+        if holds_states(layer):
+            leave_state_arena(layer)
 
 
 def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
@@ -148,8 +169,10 @@ def why_not_in_arena(cache: Cache, max_length: int) -> str | None:
     if not cache.layers:
         return f"the target's {type(cache).__name__} was made without a config, and has no layers yet"
     layers = slot_layers(cache)
-    if not layers or is_recurrent(cache) or any(not isinstance(layer, (SlotLayer, DUMMY)) for layer in cache.layers):
+    if any(not isinstance(layer, (SlotLayer, DUMMY)) and not holds_states(layer) for layer in cache.layers):
         return f"the target's {type(cache).__name__} has layers that are not attention's"
+    if not layers:
+        return f"the target's {type(cache).__name__} keeps no keys"
     limits = [layer.limit for layer in layers if layer.fixed and layer.limit is not None]
     if limits and min(limits) < max_length - 1:  # the last token of a text is never read
         return "the static cache is shorter than the longest text"  # which may end before

@@ -1,4 +1,4 @@
-"""A layer with keys in slots, and states beside them."""
+"""Layers with keys in slots, and states beside them."""
 
 from typing import Any
 
@@ -11,12 +11,11 @@ from .layer import Placement, SlotLayer
 BOTH: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 
 
-class HybridSlotLayer(SlotLayer, BOTH):
-    """The keys are in slots; the states stay with the stock layer that it stands in for, whose attributes it shows."""
+class StatesBeside(BOTH):
+    """The states of a layer whose keys are in slots: they stay with the stock layer that it stands in for, whose
+    attributes it shows."""
 
-    def __init__(self, stock: Any, placement: Placement, limit: int, window: int | None = None):
-        self.stock = stock
-        SlotLayer.__init__(self, placement, limit, window)
+    stock: Any
 
     def __getattr__(self, name: str) -> Any:  # asked for what it has not itself: the states and what is said of them
         if name == "stock":
@@ -28,3 +27,11 @@ class HybridSlotLayer(SlotLayer, BOTH):
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.stock.update_recurrent_state(*args, **kwargs)
+
+
+class HybridSlotLayer(SlotLayer, StatesBeside):
+    """A slot layer with states beside its keys."""
+
+    def __init__(self, stock: Any, placement: Placement, limit: int, window: int | None = None):
+        self.stock = stock
+        SlotLayer.__init__(self, placement, limit, window)

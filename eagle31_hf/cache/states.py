@@ -4,6 +4,8 @@ Nothing can be taken back from such a state. A forward over tokens that may be r
 its place; the cache's own states change once it is known which tokens are accepted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,11 +54,79 @@ def _is_of_keys(kind: type) -> bool:
     return issubclass(kind, CacheLayerMixin) and not issubclass(kind, STATE_LAYER)
 
 
-class Scratch:
-    """A stand-in for a cache, handed to the modules that read its states. It gives them copies of the states, of all
-    sequences or those of `rows`, and keeps what they write to itself, until `write_back` puts it into the cache."""
+class StateArena:
+    """The states of R rows at addresses that stay from call to call, as captured rounds need them; a `Scratch` reads
+    them as it reads a cache's. The first rows are a cache's sequences, the others are idle."""
 
-    def __init__(self, cache: Cache, rows: Tensor | None = None):
+    def __init__(self, num_rows: int | None):
+        self.num_rows = num_rows
+        self.convolutions: dict[Key, Tensor] = {}
+        self.recurrences: dict[Key, Tensor] = {}
+
+    def take_over(self, cache: Cache) -> None:
+        """Copies a cache's states, which are views of these from now on."""
+        for index, layer in enumerate(cache.layers):
+            if holds_states(layer):
+                self._take_over(layer.conv_states, self.convolutions, index)
+                self._take_over(layer.recurrent_states, self.recurrences, index)
+
+    def _take_over(self, states: dict[int, Tensor | None], ours: dict[Key, Tensor], index: int) -> None:
+        for number, state in states.items():
+            if state is None:
+                continue
+            if (index, number) not in ours:
+                with torch.inference_mode(False):  # another call may write to it in another mode
+                    shape = self.num_rows or len(state), *state.shape[1:]
+                    ours[index, number] = torch.zeros(shape, dtype=state.dtype, device=state.device)
+            ours[index, number].zero_()  # what an earlier call left in idle rows may not be finite
+            view = ours[index, number][: len(state)]
+            states[number] = view.copy_(state)
+
+    def advance(self, scratch: "Scratch", is_row: Tensor) -> None:
+        """Has the rows for which `is_row` (R, 1) is true hold what a scratch holds."""
+        for held, states in ((self.convolutions, scratch.convolutions), (self.recurrences, scratch.recurrences)):
+            for key, state in states.items():
+                held[key].copy_(torch.where(is_row.view(-1, *[1] * (state.dim() - 1)), state, held[key]))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.convolutions.get((layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrences.get((layer_idx, state_idx))
+
+    def all(self) -> list[Tensor]:
+        return [*self.convolutions.values(), *self.recurrences.values()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context that leaves the states as it found them."""
+        found = [state.clone() for state in self.all()]
+        try:
+            yield
+        finally:
+            for state, before in zip(self.all(), found, strict=True):
+                state.copy_(before)
+
+
+def leave_state_arena(layer: Any) -> None:
+    """Has a layer of a cache hold its states in memory of their own."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        states.update({number: state.clone() for number, state in states.items() if state is not None})
+
+
+def forget_states(cache: Cache) -> None:
+    """Has a cache hold the states that it has before the first token."""
+    for layer in cache.layers:
+        if holds_states(layer):
+            STATE_LAYER.reset(layer)
+
+
+class Scratch:
+    """A stand-in for a cache, or a `StateArena`, handed to the modules that read its states. It gives them copies of
+    the states, of all sequences or those of `rows`, and keeps what they write to itself, until `write_back` puts it
+    into the cache."""
+
+    def __init__(self, cache: Any, rows: Tensor | None = None):
         self.cache = cache
         self.rows = rows
         self.convolutions: dict[Key, Tensor] = {}

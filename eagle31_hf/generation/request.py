@@ -5,7 +5,7 @@ B sequences, L tokens of the prompt.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -143,7 +143,10 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         mode = Mode.of(request, runner, stopping)
         seam = seam_of(input_ids.device)
         why_eager = None if seam is None else why_not_captured(request, runner, mode)
-        noise = noise_of(request, mode, is_captured=seam is not None and why_eager is None)
+        is_captured = seam is not None and why_eager is None
+        if is_captured and runner.mixers.is_needed:
+            mode = replace(mode, draws_trees=False)  # a tree's paths are sequences of their own in mixers
+        noise = noise_of(request, mode, is_captured)
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler
         sampler = sampler_class(request.logits_processor, noise, keeps_scores)

@@ -25,7 +25,7 @@ def slot_masks(
     if not cache.has_keys(past_key_values):
         return None
     has_states = is_recurrent(past_key_values)
-    windows = _windows_beside_states(target) if has_states else windows_of(target)
+    windows = windows_of(target, has_states)
     starts = mask.starts.host
     starts = starts if not going else [starts[b] for b in going]
 
@@ -41,30 +41,30 @@ def slot_masks(
 
 
 def span_masks(
-    target: PreTrainedModel, starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor
-) -> Tensor | dict[str, Tensor]:
+    target: PreTrainedModel, starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor, has_states: bool = False
+) -> Tensor | dict[str, Tensor | None]:
     """Masks of spans (B, 1, N, 3), see `kernels.tree_attention`, in the form the target takes them. The new tokens at
     places (B, N), in slots from `starts` (B, 1) on, see the slots from `begin` (B, 1) up to these, as far as their
-    window goes, and the new tokens of their bits (B, N), all of which have to be in the window."""
-    windows = windows_of(target)
-    masks = {kind: spans_of(starts, begin, places, bits, window) for kind, window in windows.items()}
+    window goes, and the new tokens of their bits (B, N), all of which have to be in the window. `has_states`: whether
+    some layers keep recurrent states, which take no mask."""
+    windows = windows_of(target, has_states)
+    by_window = {window: spans_of(starts, begin, places, bits, window) for window in {*windows.values()}}
+    masks: dict[str, Any] = {kind: by_window[window] for kind, window in windows.items()}
+    if has_states:
+        masks |= dict.fromkeys(MASKLESS)
     return masks.get(ALL_LAYERS, masks)
 
 
-def windows_of(target: PreTrainedModel) -> dict[str, int | None]:
-    """The sliding windows of a target, in tokens, by type of layers; by ALL_LAYERS where its config has no types."""
+def windows_of(target: PreTrainedModel, has_states: bool = False) -> dict[str, int | None]:
+    """The sliding windows of a target, in tokens, by type of layers; by ALL_LAYERS where its config has no types. Where
+    it keeps recurrent states, by all types that its code may ask for, whatever its config says."""
     config = target.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
+    if has_states:
+        kinds = {"full_attention": None, "sliding_attention": window}
+        return kinds | {"hybrid": None, "hybrid_sliding": window}  # ZAYA's names, whose layers have states beside keys
     kinds = getattr(config, "layer_types", None)
     return {ALL_LAYERS: window} if kinds is None else windows_by_kind(kinds, window)
-
-
-def _windows_beside_states(target: PreTrainedModel) -> dict[str, int | None]:
-    """The windows of a target with recurrent states, by all types that its code may ask for, whatever its config
-    says."""
-    window = getattr(target.config.get_text_config(decoder=True), "sliding_window", None)
-    kinds = {"full_attention": None, "sliding_attention": window}
-    return kinds | {"hybrid": None, "hybrid_sliding": window}  # ZAYA's names, whose layers have states beside keys
 
 
 def spans_of(starts: Tensor, begin: Tensor, places: Tensor, bits: Tensor, window: int | None) -> Tensor:

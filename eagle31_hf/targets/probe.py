@@ -269,19 +269,20 @@ def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
     given = cache_argument(target.forward, cache)
     starts = torch.full_like(tree.depths[:, :1], PREFIX)
     bits = (tree.visible.long() << torch.arange(len(PARENTS), device=starts.device)).sum(2)
-    with adopt.slots(cache, ARENA) as placement:
+    with adopt.slots(cache, ARENA) as placement, Mixers(target, cache) as mixers:
         if placement is None:
             raise ValueError(f"its {type(cache).__name__} has layers that are not attention's")
         placement = move_into(cache, Arena(ARENA))
-        target(input_ids=tree.prefix, use_cache=True, **given)
+        with mixers.finding():
+            target(input_ids=tree.prefix, use_cache=True, **given)
         placement.on_device = starts
-        places = starts + tree.depths
-        with attention_of_rounds(target):
+        places, begin = starts + tree.depths, torch.zeros_like(starts)
+        with attention_of_rounds(target), mixers.verifying(1, len(PARENTS), [[*PARENTS[1:]]]):
             return target(
                 input_ids=tree.nodes,
                 position_ids=places,
                 use_cache=True,
-                attention_mask=span_masks(target, starts, torch.zeros_like(starts), places, bits),
+                attention_mask=span_masks(target, starts, begin, places, bits, mixers.is_needed),
                 **given,
             ).logits
 

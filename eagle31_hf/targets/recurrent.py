@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..cache.states import METHODS, Scratch, is_recurrent
+from ..cache.states import METHODS, Scratch, StateArena, is_recurrent
 from ..errors import DraftingRefusedError
 from .paths import Paths
 
@@ -89,10 +89,28 @@ class Call:
 
         return tuple(map(mapped, self.args)), {name: mapped(value) for name, value in self.kwargs.items()}
 
+    def first(self, count: int) -> "Call":
+        """The call over its first tokens."""
+        args, kwargs = self.over(slice(count), self.cache)
+        return replace(self, args=args, kwargs=kwargs, num_tokens=count)
+
     def copied(self) -> "Call":
         """The call with the tensors over its tokens as they are now: a mixer, or a hook, may write to them."""
-        args, kwargs = self.over([*range(self.num_tokens)], self.cache)
+
+        def copy(value: Tensor) -> Tensor:
+            return value.clone() if value.dim() > 1 and value.shape[1] == self.num_tokens else value
+
+        args, kwargs = self._mapped(copy, self.cache)
         return replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """A forward over a chain whose tokens are not accepted yet: what each mixer was called with, and the states after
+    all of them."""
+
+    calls: list[tuple[nn.Module, Call]]
+    after_all: Scratch
 
 
 class Mixers:
@@ -169,9 +187,12 @@ class Mixers:
         return method(*args, **kwargs)
 
     @contextmanager
-    def verifying(self, num_rows: int, num_tokens: int, parents: list[list[int]] | None = None) -> Iterator[None]:
+    def verifying(
+        self, num_rows: int, num_tokens: int, parents: list[list[int]] | None = None, states: StateArena | None = None
+    ) -> Iterator[None]:
         """A context for one forward over `num_tokens` of every sequence: it changes the cache's states by what is due
-        only. `parents`: those of a tree's nodes but the root, by sequence; None: chains."""
+        only. `parents`: those of a tree's nodes but the root, by sequence; None: chains. `states`: read in place of the
+        cache's."""
         if not self.is_needed:
             yield
             return
@@ -179,7 +200,7 @@ class Mixers:
         self._calls = []
         self._paths = None if parents is None else Paths(parents)
         rows = None if self._paths is None else torch.tensor(self._paths.rows, device="cpu")
-        self._scratch = Scratch(self.cache, rows)
+        self._scratch = Scratch(states or self.cache, rows)
         try:
             yield
         except BaseException:
@@ -203,6 +224,12 @@ class Mixers:
                 self._due.setdefault(module, []).append(call.along(rows, [paths[b] for b in rows]))
         self._calls = []
 
+    def taken(self) -> Unsettled | None:
+        """Hands over the last forward, for who accepts its tokens later by `run_again`; None without mixers."""
+        scratch, self._scratch = self._scratch, None
+        calls, self._calls = self._calls, []
+        return None if scratch is None else Unsettled(calls, scratch)
+
     def settle(self) -> None:
         """Has the cache hold the states after all accepted tokens."""
         for module in [*self._due]:
@@ -213,11 +240,15 @@ class Mixers:
             calls = self._due[module]
             while calls:  # each is over once its states are in the cache
                 scratch = Scratch(self.cache, calls[0].rows)
-                args, kwargs = self._advance(module, calls[0], scratch)
-                module(*args, **kwargs)
+                self.run_again(module, calls[0], scratch)
                 scratch.write_back()
                 del calls[0]
             del self._due[module]
+
+    def run_again(self, module: nn.Module, call: Call, scratch: Scratch) -> None:
+        """Has a scratch hold the states after the tokens of a call."""
+        args, kwargs = self._advance(module, call, scratch)
+        module(*args, **kwargs)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
         if self._scratch is None or kwargs is None or not _is_among(self.cache, args, kwargs):
@@ -249,7 +280,7 @@ class Mixers:
         self._awaited = None
         earlier = list[Any]()
         rest = slice(None)
-        if call.num_tokens > 1 and self.differs_by_steps(module, call):
+        if call.num_tokens > 1 and self.differs_by_steps(module, call, scratch.cache):
             for i in range(call.num_tokens - 1):
                 args, kwargs = call.over(slice(i, i + 1), scratch)
                 earlier.append(module(*args, **kwargs))
@@ -258,7 +289,7 @@ class Mixers:
         self._awaited = scratch  # only now: `_after` is called for each of these, too
         return call.over(rest, scratch)
 
-    def differs_by_steps(self, module: nn.Module, call: Call) -> bool:
+    def differs_by_steps(self, module: nn.Module, call: Call, states: Any) -> bool:
         """Returns whether a mixer gives something else for two tokens at once than for one after the other: Mamba's
         scan begins at zero, Nemotron-H and Zamba2 bound the time step. It is tried once for a device and dtype, on
         states and tokens that can tell."""
@@ -266,26 +297,27 @@ class Mixers:
         like = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor))
         kind = like.device, like.dtype
         if kind not in found:
-            trials = [self._try_steps(module, call, *tried) for tried in TRIED]
+            trials = [_try_steps(module, call, states, *tried) for tried in TRIED]
             if None in trials:
                 return True
             found[kind] = any(trials)
         return found[kind]
 
-    def _try_steps(self, module: nn.Module, call: Call, tokens: list[int], scale: float) -> bool | None:
-        """Returns whether a mixer differs over some tokens; None where what it gives is zero, which tells nothing."""
-        at_once, by_steps = Scratch(self.cache, call.rows), Scratch(self.cache, call.rows)
-        args, kwargs = call.over(tokens, at_once, scale)
-        given, steps = _first(module(*args, **kwargs)), []
-        for token in tokens:
-            args, kwargs = call.over([token], by_steps, scale)
-            steps.append(_first(module(*args, **kwargs)))
-        pairs = [(given, torch.cat(steps, dim=1))]
-        pairs += [(state, by_steps.recurrences[key]) for key, state in at_once.recurrences.items()]
-        if not all(bool(expected.any()) for _, expected in pairs):
-            return None
-        is_low = given.dtype in (torch.bfloat16, torch.float16)  # whatever its states are in
-        return any(_differ(*pair, LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) for pair in pairs)
+
+def _try_steps(module: nn.Module, call: Call, states: Any, tokens: list[int], scale: float) -> bool | None:
+    """Returns whether a mixer differs over some tokens; None where what it gives is zero, which tells nothing."""
+    at_once, by_steps = Scratch(states, call.rows), Scratch(states, call.rows)
+    args, kwargs = call.over(tokens, at_once, scale)
+    given, steps = _first(module(*args, **kwargs)), []
+    for token in tokens:
+        args, kwargs = call.over([token], by_steps, scale)
+        steps.append(_first(module(*args, **kwargs)))
+    pairs = [(given, torch.cat(steps, dim=1))]
+    pairs += [(state, by_steps.recurrences[key]) for key, state in at_once.recurrences.items()]
+    if not all(bool(expected.any()) for _, expected in pairs):
+        return None
+    is_low = given.dtype in (torch.bfloat16, torch.float16)  # whatever its states are in
+    return any(_differ(*pair, LOW_PRECISION_TOLERANCE if is_low else TOLERANCE) for pair in pairs)
 
 
 def _is_among(cache: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

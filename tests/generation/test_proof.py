@@ -55,7 +55,11 @@ def decode(pair, plan=TREE, seam=None, **options):
 def wrong_bit(monkeypatch):
     """Nodes do not see the root."""
     made = round.span_masks
-    monkeypatch.setattr(round, "span_masks", lambda *args: made(*args[:4], args[4] & ~1 | (args[4] == 1).long()))
+
+    def blind(target, starts, begin, places, bits, has_states):
+        return made(target, starts, begin, places, bits & ~1 | (bits == 1).long(), has_states)
+
+    monkeypatch.setattr(round, "span_masks", blind)
 
 
 def shifted_position(monkeypatch):

@@ -13,6 +13,7 @@ from close import TARGET_FORWARD, assert_close
 from conftest import PROMPT
 from families import ASKED, DRAFTINGS, build_drafter, build_target
 from observers import num_hooks
+from states import KINDS, assert_same_states, held, is_same
 from transformers import DynamicCache
 
 from eagle31_hf.cache import adopt
@@ -30,8 +31,6 @@ pytestmark = pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.2
 
 CHAIN = DRAFTINGS["chain"]
 MIXERS = ("Qwen3NextGatedDeltaNet", "Mamba2Mixer", "Lfm2ShortConv")
-# states beside attention layers; keys and states in one layer; no keys; tokens one by one; convolutions alone
-KINDS = ("Qwen3-Next", "Falcon-H1", "Mamba2", "Jamba", "LFM2", "ZAYA")
 
 
 def target_of(name: str):
@@ -40,33 +39,6 @@ def target_of(name: str):
 
 def cache_of(target) -> DynamicCache:
     return DynamicCache(config=target.config)
-
-
-def held(cache: DynamicCache) -> dict[str, torch.Tensor]:
-    """All tensors of a cache, by layer and name."""
-    found = {}
-    for number, layer in enumerate(cache.layers):
-        for name, value in vars(layer).items():
-            if name in ("keys", "values") and isinstance(value, torch.Tensor):
-                found[f"{number}.{name}"] = value
-            elif name in ("conv_states", "recurrent_states"):
-                found |= {f"{number}.{name}.{key}": one for key, one in value.items() if one is not None}
-    return found
-
-
-def is_same(found: DynamicCache, expected: DynamicCache) -> bool:
-    try:
-        assert_same_states(found, expected)
-    except AssertionError:
-        return False
-    return True
-
-
-def assert_same_states(found: DynamicCache, expected: DynamicCache) -> None:
-    ours, theirs = held(found), held(expected)
-    assert ours.keys() == theirs.keys()
-    for name, states in theirs.items():
-        assert_close(name, ours[name], states, TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)

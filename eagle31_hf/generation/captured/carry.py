@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache.transfer import to_device
+from ..noise import Noise
 from ..planning.buckets import DEEPEST
 
 OPTIONAL = ("noise", "rope")  # tensors of a carry that are made where a call needs them; no round writes to them
@@ -26,6 +28,9 @@ class Carry:
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
     yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
+    `kept` (B, 1): of a recurrent target, how many tokens of the last verification its states are still to stand after;
+    0: none.
+
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `most_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
     the text, the first one that the drafter reads.
@@ -38,6 +43,7 @@ class Carry:
     length: Tensor
     going: Tensor
     count: Tensor
+    kept: Tensor
     tokens: Tensor
     states: Tensor
     padding: Tensor
@@ -73,9 +79,14 @@ class Carry:
     def rest(self) -> None:
         """Makes all rows idle: each holds a text of one token that has ended. States of an earlier call may not be
         finite."""
-        for name in ("going", "count", "padding", "first_slot", "position", "most_position", "states"):
+        for name in ("going", "count", "kept", "padding", "first_slot", "position", "most_position", "states"):
             getattr(self, name).zero_()
         self.length.fill_(1)
+
+    def send(self, name: str, values: list[int]) -> None:
+        """Sets one of the tensors (B, 1) of the first rows; the host does not wait."""
+        rows = getattr(self, name)[: len(values)]
+        rows.copy_(to_device(self.text.device, values)[0][:, None], non_blocking=True)
 
     def hold_noise(self, vocab_size: int) -> None:
         """Makes room for noise, which stays once it is there."""
@@ -83,6 +94,16 @@ class Carry:
             shape = self.num_rows, noise_slots(self.width), vocab_size
             with torch.inference_mode(False):  # another call may write to it in another mode
                 self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
+
+    def add_noise(self, noise: Noise, lengths: list[int], begins: list[int]) -> list[int]:
+        """Adds the noise of slots from `begins[b]` on, as far as two rounds may draw for texts of these lengths.
+        Returns the first slot of each sequence whose noise is lacking then."""
+        assert self.noise is not None
+        ends = [max(begin, length + 2 * self.width) for begin, length in zip(begins, lengths, strict=True)]
+        for b, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            for slot in range(begin, end):
+                self.noise[b, slot % self.noise.shape[1]].copy_(noise.of_slot(b, slot))
+        return ends
 
     def copied(self) -> dict[str, Tensor]:
         """Copies of all tensors but the optional ones."""

@@ -18,6 +18,7 @@ from ...kernels.drafts import best_tree, likeliest_tokens, next_level
 from ...kernels.tree_attention import MOST_NEW
 from ...targets.layers import CapturedStates
 from ...targets.masks import spans_of
+from ...targets.recurrent import Mixers
 from ..aux_states import gathered
 from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
@@ -45,13 +46,15 @@ def can_fit(plan: Plan) -> bool:
 
 @dataclass
 class Side:
-    """A model and its cache in an arena. `states`: of the target, what catches the states that the drafter reads."""
+    """A model and its cache in an arena. Of the target, `states`: what catches the states that the drafter reads;
+    `mixers`: its modules with recurrent states."""
 
     model: Any
     cache: Cache
     placement: ArenaPlacement
     arena: Arena
     states: CapturedStates | None = None
+    mixers: Mixers | None = None
 
 
 @dataclass

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ...cache import adopt as cache
-from ...cache.transfer import to_device
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
 from ..stopping import Ends
 from .drafting import fitted
-from .proof import WrongRoundError, verify_and_prove, write_keys_again
+from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_keys_again
 from .round import Round, unpacked
 from .seam import Seam
+from .states import Part, StateKeeper
 
 logger = logging.get_logger(__name__)
 Captured = dict[tuple[str, Plan], Callable[[], None]]
@@ -45,6 +45,7 @@ class CapturedExecutor:
         self.seam = seam
         self.captured = captured
         self.failures = failures
+        self.states = StateKeeper(rounds)
         self.has_failed = False
         self.was_short = False  # as the eager executor's
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
@@ -88,20 +89,28 @@ class CapturedExecutor:
 
     def settle(self) -> None:
         """Has the eager executor's parts hold what captured rounds have committed, also after an error."""
+        if not self.rounds.parts.target.placement.outlives_call:
+            self.states.forget()
         if not self.has_failed and (self.drafted is not None or any(self.num_unread)):  # else the carry holds nothing
             self._give_back()
         self.eager.settle()
 
     def _capture(self, plan: Plan) -> None:
-        """Captures a plan's draft and verify, where that has not been done."""
-        for part, function in (("draft", self.rounds.draft), ("verify", self.rounds.verify)):
-            if (part, plan) in self.captured:
+        """Captures a plan's draft and verify, and what keeps states of the last round, where that has not been done."""
+        rounds = self.rounds
+        parts: list[Part] = [*self.states.parts().values()]
+        parts += [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
+        for part, of, function in parts:
+            if (part, of) in self.captured:
                 continue
-            self.rounds.parts.target.arena.keep_table()
+            # a round that reads what came about in a new way is compared
+            rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
+            arena = rounds.parts.target.arena
+            arena.keep_table()
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
                 self._run("draft", plan)
-            with self.carry.restored(), self._placing():
-                self.captured[part, plan] = self.seam.capture(partial(function, plan), part)
+            with self.carry.restored(), arena.states.restored(), self._placing():
+                self.captured[part, of] = self.seam.capture(function, part)
 
     @contextmanager
     def _placing(self):
@@ -134,6 +143,7 @@ class CapturedExecutor:
 
         def verify() -> None:
             verifying.append(self.eager.clock.mark())
+            self.states.keep(self._run)
             self._run("verify", plan)
             verifying.append(self.eager.clock.mark())
 
@@ -156,8 +166,9 @@ class CapturedExecutor:
         has_ended = ends.finished != sequences.finished
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
         if has_ended:
-            self._send("going", [not finished for finished in ends.finished])
+            self.carry.send("going", [not finished for finished in ends.finished])
         self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
+        self.states.is_behind(plan, self.num_unread)
         self.was_short = accepted.is_short
         return Outcome(plan.kind, 1 + len(drafts.ids[0]), accepted)
 
@@ -167,6 +178,7 @@ class CapturedExecutor:
         rows = slice(len(sequences))
         carry.rest()
         runner = self.eager.runner
+        self.rounds.parts.target.arena.states.take_over(runner.past_key_values)
         unread = self.eager.unread.take()
         carry.states[rows, : len(unread)] = unread.states
         carry.tokens[rows, : len(unread)] = unread.tokens
@@ -176,32 +188,20 @@ class CapturedExecutor:
         offset = runner.last_position - (sequences.prompt_length - 1)
         carry.position[..., rows, :] = offset
         carry.most_position[..., rows, :] = offset + (self.eager.stopping.max_length - 1)
-        self._send("length", lengths)
-        self._send("count", self.num_unread)
-        self._send("padding", runner.num_padding)
-        self._send("going", [not finished for finished in sequences.finished])
-        self._send("first_slot", self.eager.unread.first_slots)
+        carry.send("length", lengths)
+        carry.send("count", self.num_unread)
+        carry.send("padding", runner.num_padding)
+        carry.send("going", [not finished for finished in sequences.finished])
+        carry.send("first_slot", self.eager.unread.first_slots)
         self.next_noise = list(lengths)
         self._add_noise()
 
-    def _send(self, name: str, values: list[int]) -> None:
-        """One integer a sequence to the carry; the host does not wait."""
-        rows = getattr(self.carry, name)[: len(values)]
-        rows.copy_(to_device(self.carry.text.device, values)[0][:, None], non_blocking=True)
-
     def _add_noise(self) -> None:
         """Adds the noise of all slots that the round under way and the next one may draw at."""
-        noise, carry = self.eager.sampler.noise, self.carry
-        if noise is None:
-            return
-        assert carry.noise is not None
-        lengths = self.sequences.lengths.host
-        for b, length in enumerate(lengths):
-            end = length + 2 * carry.width
-            for slot in range(self.next_noise[b], end):
-                carry.noise[b, slot % carry.noise.shape[1]].copy_(noise.of_slot(b, slot))
-            self.next_noise[b] = max(self.next_noise[b], end)
-        noise.forget(lengths)
+        noise, lengths = self.eager.sampler.noise, self.sequences.lengths.host
+        if noise is not None:
+            self.next_noise = self.carry.add_noise(noise, lengths, self.next_noise)
+            noise.forget(lengths)
 
     def _hand_back(self, reason: str) -> None:
         """Leaves the rest of the call to the eager executor."""
@@ -216,6 +216,7 @@ class CapturedExecutor:
     def _give_back(self) -> None:
         """Sets the lengths of both caches to what is committed, all but each text's last token, and hands back what the
         carry holds for the drafter."""
+        self.states.keep(run=None)
         carry, eager = self.carry, self.eager
         lengths = [length - 1 for length in self.sequences.lengths.host]
         cache.settle(eager.runner.past_key_values, max(lengths))

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
+from ...cache.layer import SlotLayer
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
@@ -59,8 +60,8 @@ class Captures:
         """Drops the plans that were captured first, of more than MOST_PLANS: clients may ask for ever others."""
         plans = [*dict.fromkeys(plan for _, plan in self.captured)]
         for plan in plans[: max(0, len(plans) - MOST_PLANS)]:
-            for key in (("draft", plan), ("verify", plan)):
-                self.captured.pop(key, None)
+            for key in [key for key in self.captured if key[1] == plan]:
+                del self.captured[key]
             self.samplers.pop(plan, None)
             self.rounds.forget(plan)
 
@@ -106,7 +107,7 @@ class Kept:
             of_target.outlives_call = runner.cache_outlives_call or eager.collector.wanted
             of_drafter = drafting.placement = move_into(drafting.past_key_values, self.arenas[1], num_rows)
             states = eager.unread.captured
-            target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states)
+            target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states, runner.mixers)
             yield target, Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
         finally:
             leave_arena(runner.past_key_values)  # before the next call may have it
@@ -133,11 +134,10 @@ class Kept:
         self.by_choice.clear()
         self.carry.noise = self.carry.rope = None
         for arena in self.arenas:
-            arena.buffers.clear()
-            arena.tables.clear()
+            arena.clear()
 
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys, values and states."""
         return sum(arena.num_bytes() for arena in self.arenas)
 
 
@@ -206,10 +206,11 @@ def _slots(request: Any, is_tight: bool = False) -> int:
 def _bytes(request: Any, runner: TargetRunner, slots: int) -> int:
     """Returns the bytes of the target's keys and values in so many slots."""
     config = request.target.config.get_text_config(decoder=True)
-    num_layers = len(runner.past_key_values.layers)
+    layers = runner.past_key_values.layers
     differ = getattr(config, "is_heterogeneous", False)  # in heads, say
-    layers = [*config.per_layer_config][:num_layers] if differ else [config] * num_layers
-    entries = 2 * sum(map(_keys_width, layers)) * slots * rows_for(len(request.input_ids))
+    configs = config.per_layer_config if differ else [config] * len(layers)
+    widths = [_keys_width(one) for one, layer in zip(configs, layers, strict=False) if isinstance(layer, SlotLayer)]
+    entries = 2 * sum(widths) * slots * rows_for(len(request.input_ids))
     return entries * request.target.dtype.itemsize
 
 

@@ -17,12 +17,14 @@ from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...cache.masks import SlotMask, ancestors_of
+from ...cache.states import forget_states
 from ...cache.transfer import Mirrored
 from ...cache_names import cache_argument
 from ...kernels.acceptance import accepted_path
 from ...targets.layers import capture_states, decoder_layers, decoder_of, rounded_anew
 from ...targets.masks import slot_masks
 from ...targets.probe import ANEW, FAILURES, difference, is_rounding
+from ...targets.recurrent import Mixers
 from ..executor import EagerExecutor
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
@@ -51,10 +53,12 @@ class Verified:
 
 @dataclass
 class Case:
-    """A round to be proved: its drafts, the noise (B, N, V) they are chosen with, the `position` (B, 1), or (axes, B,
-    1), of each sequence's slot 0, the carry as it was before, and after it what was `verified`."""
+    """A round to be proved: its drafts, `prompt_length`, left padding included, the noise (B, N, V) that tokens are
+    chosen with, the `position` (B, 1), or (axes, B, 1), of each sequence's slot 0, the carry as it was before, and what
+    was `verified`."""
 
     drafts: Drafts
+    prompt_length: int
     noise: Tensor | None
     position: Tensor
     before: dict[str, Tensor]
@@ -79,7 +83,8 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     try:
         assert eager.runner.last_position is not None
         position = eager.runner.last_position - (eager.sequences.prompt_length - 1)  # the carry's own may be wrong
-        _check(eager, Case(drafts, noise, position, before, rounds.verified[plan]), carry)
+        case = Case(drafts, eager.sequences.prompt_length, noise, position, before, rounds.verified[plan])
+        _check(eager, case, carry)
         rounds.num_proved[plan] += 1
     except torch.OutOfMemoryError:  # nothing was compared: a round of another call is
         rounds.parts.has_no_memory = True
@@ -96,23 +101,37 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
 
 @torch.no_grad()
 def write_keys_again(eager: EagerExecutor) -> None:
-    """Writes the target's keys of all texts but for their last tokens anew, by its own forward."""
+    """Writes the target's keys and states of all texts but for their last tokens anew, by its own forward; where there
+    are states, as they were written: the prompt at once, then what was verified."""
     runner, sequences = eager.runner, eager.sequences
+    mixers, past_key_values = runner.mixers, runner.past_key_values
     ids = sequences.padded()[:, :-1]
     places = torch.arange(ids.shape[1], device=ids.device) - (sequences.prompt_length - 1)
     mask = None
     if runner.seen is not None:
         mask = torch.nn.functional.pad(runner.seen, (0, ids.shape[1] - runner.seen.shape[1]), value=True).long()
-    cache.settle(runner.past_key_values, 0)
     assert runner.last_position is not None
-    decoder_of(runner.target)(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(runner.last_position + places).clamp(min=0),
-        use_cache=True,
-        **cache_argument(decoder_of(runner.target).forward, runner.past_key_values),
-    )
-    cache.settle(runner.past_key_values, ids.shape[1])
+    decoder = decoder_of(runner.target)
+
+    def read(begin: int, end: int) -> None:
+        decoder(
+            input_ids=ids[:, begin:end],
+            attention_mask=None if mask is None else mask[:, :end],
+            position_ids=(runner.last_position + places[begin:end]).clamp(min=0),
+            use_cache=True,
+            **cache_argument(decoder.forward, past_key_values),
+        )
+
+    cache.settle(past_key_values, 0)
+    forget_states(past_key_values)
+    end = sequences.prompt_length if mixers.is_needed else ids.shape[1]
+    read(0, end)
+    if end < ids.shape[1]:
+        with mixers.verifying(len(ids), ids.shape[1] - end):
+            read(end, ids.shape[1])
+        mixers.commit([[*range(length - 1 - end)] for length in sequences.lengths.host])
+        mixers.settle()
+    cache.settle(past_key_values, ids.shape[1])
     assert eager.unread.captured is not None
     eager.unread.captured.drop()
 
@@ -195,19 +214,38 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     depths = visible.sum(2) - 1
     own = DynamicCache(config=target.config.get_text_config(decoder=True))
     prefix = text.shape[1] - 1
-    if prefix:
-        decoder = decoder_of(target)
-        positions = position + torch.arange(padding, length - 1, device=text.device)
-        decoder(input_ids=text[:, :-1], position_ids=positions, use_cache=True, **cache_argument(decoder.forward, own))
     given: dict[str, Any] = cache_argument(target.forward, own)
     if not drafts.is_chain:
         given["attention_mask"] = slot_masks(target, own, SlotMask(Mirrored([prefix]), visible, depths, depths))
-    with capture_states(target, layer_ids, own) as captured:
-        logits = target(
-            input_ids=torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1),
-            position_ids=position + (length - 1) + depths,
-            use_cache=True,
-            **given,
-        ).logits
+    with Mixers(target, own) as mixers:
+        prompt = case.prompt_length - padding if mixers.is_needed else prefix
+        positions = position + torch.arange(padding, length - 1, device=text.device)
+        _read_text(target, mixers, text[:, :-1], positions, prompt)
+        with capture_states(target, layer_ids, own) as captured, mixers.verifying(1, drafts.ids.shape[1] + 1):
+            logits = target(
+                input_ids=torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1),
+                position_ids=position + (length - 1) + depths,
+                use_cache=True,
+                **given,
+            ).logits
     device = case.verified.logits.device
     return {"logits": logits[0].to(device), "states": captured.take()[0].to(device)}
+
+
+def _read_text(target: PreTrainedModel, mixers: Mixers, text: Tensor, positions: Tensor, prompt: int) -> None:
+    """Has the target read a text (1, T) at positions (1, T), or (axes, 1, T), into a cache of its own: its prompt at
+    once, and what follows where there are states as it was verified, since some mixers make other states of it."""
+    decoder, own = decoder_of(target), mixers.cache
+
+    def read(part: slice) -> None:
+        given = cache_argument(decoder.forward, own)
+        decoder(input_ids=text[:, part], position_ids=positions[..., part], use_cache=True, **given)
+
+    num_rest = text.shape[1] - prompt
+    if prompt:
+        with mixers.finding():
+            read(slice(prompt))
+    if num_rest:
+        with mixers.verifying(1, num_rest):
+            read(slice(prompt, None))
+        mixers.commit([[*range(num_rest)]])

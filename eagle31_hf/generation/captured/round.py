@@ -1,5 +1,6 @@
 """One round of tensors: drafting, and the second half, in which the target reads the drafts and what it accepts is
-committed. No value is read on the host.
+committed. No value is read on the host. A target's recurrent states are committed by parts of their own, `keep`: the
+host knows by then how many tokens were accepted.
 
 B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V target vocabulary.
 """
@@ -9,10 +10,12 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from ...cache.states import Scratch
 from ...cache_names import cache_argument
 from ...kernels.acceptance import accepted_path, move_path
 from ...targets.fused import fused_layers
 from ...targets.masks import span_masks
+from ...targets.recurrent import Unsettled
 from ...targets.tree_attention import attention_of_rounds
 from ..planning.plan import Plan
 from ..rejection_sampler import AtAllNodes, are_spoiled
@@ -30,10 +33,11 @@ class Round(Drafting):
         self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `packed`
         self.verified: dict[Plan, Verified] = {}
         self.num_proved = Counter[Plan]()  # rounds that were compared with the target's own forwards
+        self.unsettled: dict[Plan, Unsettled | None] = {}  # what mixers did in a plan's verification
 
     def forget(self, plan: Plan) -> None:
         """Drops what was made for a plan."""
-        for made in (self.drafts, self.out, self.verified, self.num_proved):
+        for made in (self.drafts, self.out, self.verified, self.num_proved, self.unsettled):
             made.pop(plan, None)
 
     def verify(self, plan: Plan) -> None:
@@ -44,6 +48,7 @@ class Round(Drafting):
         ids = torch.cat((carry.text.gather(1, starts), drafts.ids), dim=1)
         places = slots[:, : ids.shape[1]] if drafts.is_chain else starts + drafts.depths
         logits, states = self._run_target(ids, starts, places, drafts)
+        self.unsettled[plan] = self.parts.target.mixers.taken()
         chosen, lawful = self._chosen(logits, drafts)
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
         self.verified[plan] = Verified(logits, states, chosen, spoiled)
@@ -61,15 +66,31 @@ class Round(Drafting):
         carry.length.add_(count)
         self.out[plan] = packed(chosen, spoiled, lawful, drafts)
 
+    def keep(self, plan: Plan, count: int) -> None:
+        """Has the recurrent states of all rows that `carry.kept` says accepted `count` tokens of the last verification,
+        by this plan, stand after them. Where that is not all of them, mixers run again, over them alone."""
+        unsettled, side = self.unsettled[plan], self.parts.target
+        scratch = unsettled.after_all
+        if count <= plan.depth:
+            scratch = Scratch(side.arena.states)
+            for module, call in unsettled.calls:
+                side.mixers.run_again(module, call.first(count), scratch)
+        side.arena.states.advance(scratch, self.carry.kept == count)
+
     def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""
         side = self.parts.target
         carry = self.carry
         side.placement.on_device = starts
-        with attention_of_rounds(side.model), fused_layers(side.model, self.parts.not_fused):
+        mixers = side.mixers
+        with (
+            attention_of_rounds(side.model),
+            fused_layers(side.model, self.parts.not_fused),
+            mixers.verifying(carry.num_rows, ids.shape[1], states=side.arena.states),
+        ):
             out = side.model(
                 input_ids=ids,
-                attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits),
+                attention_mask=span_masks(side.model, starts, carry.padding, places, drafts.bits, mixers.is_needed),
                 position_ids=torch.minimum(places + carry.position, carry.most_position),
                 use_cache=True,
                 return_dict=True,

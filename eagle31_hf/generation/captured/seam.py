@@ -19,7 +19,8 @@ class Seam:
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
         """Captures a function of static tensors and returns what replays it. The function may be run for warming up;
-        the caller puts back what it then changes. `part`: which one it is, "draft" or "verify"."""
+        the caller puts back what it then changes. `part`: which one it is, "draft", "verify" or one that keeps
+        states."""
         return function
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:

@@ -44,6 +44,8 @@ def _of_call(request: Any, runner: Any, mode: Any) -> Iterator[str]:
         yield "the batch is decoded in lock-step"
     if settings.threshold and not settings.is_auto:
         yield "assistant_confidence_threshold has the host look at every draft"
+    if runner.mixers.is_needed and mode.draws_trees and not settings.is_auto:
+        yield "recurrent states are kept along chains alone"
     if settings.lookup:
         yield "prompt_lookup_num_tokens has the host look at the text"
     if torch.is_autocast_enabled(request.input_ids.device.type):
@@ -100,7 +102,7 @@ def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     if not all(map(can_fit, plans)):
         deepest = f"{MOST_NEW - 2} levels of a chain, fewer of a tree, {MOST_CANDIDATES // 2} drafts after a token"
         yield f"drafts are deeper or wider than a captured round takes ({deepest})"
-    windows = [*windows_of(target).values()]
+    windows = [*windows_of(target, runner.mixers.is_needed).values()]
     windows += [drafter.config.sliding_window] if "sliding_attention" in drafter.config.layer_types else []
     if any(window is not None and window <= width for window in windows):
         yield f"a window of {min(filter(None, windows))} tokens is no longer than a draft is deep"

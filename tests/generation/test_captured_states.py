@@ -1,0 +1,195 @@
+"""Captured rounds of targets with recurrent states: what a part of its own keeps of them after each round is what plain
+decoding leaves."""
+
+import pytest
+import torch
+from batches import known_prompts, left_padded
+from families import build_drafter, build_target
+from observers import num_hooks
+from recorded import Recorded
+from states import KINDS, assert_same_states
+from transformers import DynamicCache
+
+from eagle31_hf import track_acceptance
+from eagle31_hf.cache.states import HAS_METHODS, StateArena
+from eagle31_hf.cache_names import cache_argument
+from eagle31_hf.generation.captured.kept import release
+from eagle31_hf.generation.captured.proof import ROUNDS
+from eagle31_hf.generation.captured.round import Round
+from eagle31_hf.generation.captured.seam import seams
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_kept"),
+    pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way"),
+]
+CHAIN = {"num_assistant_tokens": 4}
+CAPTURED = [name for name in KINDS if name != "Mamba2"]  # which is told no positions
+AS_RECORDED = f"as {Recorded.name}"
+
+
+def asked(target, *lengths: int, **options) -> dict:
+    """Greedy decoding of prompts of these lengths, of which the drafter knows the first ones."""
+    ids, mask = left_padded(known_prompts(target, *lengths))
+    given = {"inputs": ids, "attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 6, "do_sample": False}
+    return given | options
+
+
+def decode(pair, seam, plan=CHAIN, **options):
+    torch.manual_seed(3)
+    with seams(lambda device: seam), track_acceptance() as stats:
+        return pair[0].generate(**options, assistant_model=pair[1], **plan), stats
+
+
+def pair_of(name: str):
+    return build_target(name, "sdpa" if name in ("Qwen3-Next", "Falcon-H1", "ZAYA") else "eager"), build_drafter(name)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_replays_of_batches_whose_sequences_end_early(name):
+    """Calls of other lengths, and of fewer sequences than an earlier one had: idle rows hold states of that one."""
+    pair, seam = pair_of(name), Recorded()
+    executions = set()
+    for lengths in ((5, 9, 7), (8, 4), (6, 7, 5, 9), (7,)):
+        free = pair[0].generate(**asked(pair[0], *lengths))
+        options = asked(pair[0], *lengths, eos_token_id=int(free[0, -9]))
+        text, stats = decode(pair, seam, **options)
+        assert text.tolist() == pair[0].generate(**options).tolist()
+        executions |= {*stats.executions}  # none where the first token ends every text
+    assert executions == {AS_RECORDED}
+    assert seam.replays > 2 * seam.captures
+    assert num_hooks(pair[0]) == 0
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_conversation_goes_on_in_the_callers_cache(name):
+    """What it holds after each turn is what plain decoding leaves, and another call in the same arena does not write to
+    it."""
+    pair, seam = pair_of(name), Recorded()
+    target = pair[0]
+    own, plain = (DynamicCache(config=target.config) for _ in range(2))
+    text = torch.tensor(known_prompts(target, 7))
+    for _ in range(3):
+        options = {"max_new_tokens": 9, "do_sample": False, "inputs": text, "attention_mask": torch.ones_like(text)}
+        ours, stats = decode(pair, seam, **options, **cache_argument(target.forward, own))
+        said = target.generate(**options, **cache_argument(target.forward, plain))
+        assert ours.tolist() == said.tolist()
+        assert set(stats.executions) == {AS_RECORDED}
+        decode(pair, seam, **asked(target, 5))
+        assert_same_states(own, plain)
+        text = torch.cat((said, torch.tensor([[3, 1]])), dim=1)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
+def test_a_capture_that_fails_leaves_the_states_of_what_is_committed(fails_at):
+    """Be it of a draft, of a verification, or of the part that keeps states."""
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 9)
+    own, plain = (DynamicCache(config=pair[0].config) for _ in range(2))
+    text, stats = decode(pair, Recorded(fails_at), **options, past_key_values=own)
+    assert text.tolist() == pair[0].generate(**options, past_key_values=plain).tolist()
+    assert any("capturing failed" in each for each in stats.executions)
+    assert_same_states(own, plain)
+
+
+# --- faults, each of captured rounds alone ---
+
+
+def states_that_stand_still(monkeypatch):
+    monkeypatch.setattr(Round, "keep", lambda self, plan, count: None)
+
+
+def a_token_too_few(monkeypatch):
+    keep = Round.keep
+
+    def late(self, plan, count):
+        if count == 1:
+            return
+        self.carry.kept.copy_(torch.where(self.carry.kept == count, count - 1, self.carry.kept))
+        keep(self, plan, count - 1)
+
+    monkeypatch.setattr(Round, "keep", late)
+
+
+def states_of_all_tokens(monkeypatch):
+    """Also where some were rejected."""
+
+    def every(self, plan, count):
+        self.parts.target.arena.states.advance(self.unsettled[plan].after_all, self.carry.kept == count)
+
+    monkeypatch.setattr(Round, "keep", every)
+
+
+def states_in_every_row(monkeypatch):
+    advance = StateArena.advance
+    monkeypatch.setattr(StateArena, "advance", lambda self, scratch, rows: advance(self, scratch, rows | True))
+
+
+def states_of_no_prompt(monkeypatch):
+    take_over = StateArena.take_over
+
+    def without_the_prompt(self, cache):
+        take_over(self, cache)
+        for state in self.all():
+            state.zero_()
+
+    monkeypatch.setattr(StateArena, "take_over", without_the_prompt)
+
+
+FAULTS = [states_that_stand_still, a_token_too_few, states_of_all_tokens, states_in_every_row, states_of_no_prompt]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
+def test_faults_are_found_and_states_are_made_anew(monkeypatch, name, fault):
+    pair = pair_of(name)
+    options = asked(pair[0], 5, 9, 7)
+    expected = pair[0].generate(**options).tolist()
+    decode(pair, Recorded(), **options)  # whether the target can be captured is tried while it is sound
+    release()
+    fault(monkeypatch)
+    text, stats = decode(pair, Recorded(), **options)
+    (reason,) = [each for each in stats.executions if each.startswith("eagerly")]
+    assert "a captured round was wrong: its logits differ" in reason
+    assert text.tolist() == expected
+
+
+def test_states_that_came_about_in_a_new_way_are_compared(monkeypatch):
+    """A fault of one count of accepted tokens alone, which first occurs when rounds of the plan have been compared."""
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 9, max_new_tokens=40)
+    expected = pair[0].generate(**options).tolist()
+    counts, keep = [], Round.keep
+
+    def noted(self, plan, count):
+        counts.append(count)
+        keep(self, plan, count)
+
+    monkeypatch.setattr(Round, "keep", noted)
+    decode(pair, Recorded(), **options)
+    late = list(dict.fromkeys(counts))[ROUNDS]
+    release()
+
+    def faulty(self, plan, count):
+        keep(self, plan, count)
+        for state in self.parts.target.arena.states.all() if count == late else []:
+            state.mul_(1.5)
+
+    monkeypatch.setattr(Round, "keep", faulty)
+    text, stats = decode(pair, Recorded(), **options)
+    assert any("a captured round was wrong: its logits differ" in each for each in stats.executions)
+    assert stats.executions[AS_RECORDED] > ROUNDS
+    assert text.tolist() == expected
+
+
+# --- what is not captured ---
+
+
+def test_trees_run_eagerly_and_auto_draws_chains():
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 5)
+    tree = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 10}
+    (reason,) = decode(pair, Recorded(), tree, **options)[1].executions
+    assert reason == "eagerly: recurrent states are kept along chains alone"
+    stats = decode(pair, Recorded(), {"num_assistant_tokens": "auto"}, **options)[1]
+    assert set(stats.executions) == {AS_RECORDED}
+    assert not stats.kinds["trees"]
