@@ -44,7 +44,7 @@ class Sizes:
     positions: int = 2048  # of a text that is trained on
     copied_bytes: int = 8_000_000_000
     matmul: int = 8192
-    text_targets: tuple[str, ...] = ("Llama", "Qwen3", "Mistral, window of 8")
+    text_targets: tuple[str, ...] = ("Llama", "Qwen3", "Mistral, window of 8", "Qwen3-Next", "LFM2")
     text_tokens: int = 20
     demo_tokens: int = 96
     demo_prompts: int = 4

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from eagle31_hf.acceptance import track_acceptance
@@ -41,10 +43,19 @@ FIELDS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.5,  # a small one makes texts that repeat one token
 }
+STATES: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 3 + ["linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "decoder_sparse_step": 8,  # beyond the layers: none with experts
+    "mlp_only_layers": [*range(7)],
+}
 TARGETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "Llama": (LlamaConfig, {}),
     "Qwen3": (Qwen3Config, {}),
     "Mistral, window of 8": (MistralConfig, {"sliding_window": 8}),
+    "Qwen3-Next": (Qwen3NextConfig, STATES | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    "LFM2": (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 3 + ["conv"]}),
 }
 CHAIN = {"num_assistant_tokens": 4}
 TREE = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": 12}

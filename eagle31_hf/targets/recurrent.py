@@ -8,8 +8,8 @@ its own. B sequences, N tokens of a verifying forward: the nodes of a chain or t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..cache.states import METHODS, Scratch, StateArena, is_recurrent
 from ..errors import DraftingRefusedError
+from .linear_outputs import GivenOutputs, NotedOutputs, Outputs
 from .paths import Paths
 
 Arguments = tuple[tuple, dict[str, Any]]
@@ -40,12 +41,13 @@ _differs_by_steps: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDict
 class Call:
     """What a mixer was called with, over `num_tokens` tokens (N)."""
 
-    cache: Cache
+    cache: Any  # among the arguments
     args: tuple
     kwargs: dict[str, Any]
     num_tokens: int
     num_rows: int  # B
     rows: Tensor | None = None  # the sequences of the cache that it is over; None: all
+    outputs: Outputs = field(default_factory=dict)  # of linear layers, where it may run again with these
 
     def over(self, tokens: slice | list[int], states: Any, scale: float = 1.0) -> Arguments:
         """The arguments with `states` in place of the cache, and of each tensor over the tokens (B, N, ...) some of
@@ -94,14 +96,15 @@ class Call:
         args, kwargs = self.over(slice(count), self.cache)
         return replace(self, args=args, kwargs=kwargs, num_tokens=count)
 
-    def copied(self) -> "Call":
-        """The call with the tensors over its tokens as they are now: a mixer, or a hook, may write to them."""
+    def copied(self, states: Any) -> "Call":
+        """The call with the tensors over its tokens as they are now: a mixer, or a hook, may write to them. `states` is
+        in place of the cache, which ends with a call of `generate`, while what is captured stays."""
 
         def copy(value: Tensor) -> Tensor:
             return value.clone() if value.dim() > 1 and value.shape[1] == self.num_tokens else value
 
-        args, kwargs = self._mapped(copy, self.cache)
-        return replace(self, args=args, kwargs=kwargs)
+        args, kwargs = self._mapped(copy, states)
+        return replace(self, cache=states, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,46 @@ class Unsettled:
 
     calls: list[tuple[nn.Module, Call]]
     after_all: Scratch
+
+
+class Finder:
+    """Notes the mixers of a forward: the innermost module that was given the cache when one of its states is read or
+    written."""
+
+    def __init__(self, target: PreTrainedModel, cache: Cache):
+        self.target = target
+        self.cache = cache
+        self.running: list[nn.Module] = []  # modules that were given the cache, the innermost last
+        self.found: list[nn.Module] = []
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A context for the forward; after it no mixer in `found` is within another one."""
+        with ExitStack() as undo:
+            for module in self.target.modules():
+                undo.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                undo.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            for method in METHODS:
+                setattr(self.cache, method, partial(self._note, getattr(self.cache, method)))
+                undo.callback(delattr, self.cache, method)
+            yield
+        within = {inner for module in self.found for inner in module.modules() if inner is not module}
+        self.found = [module for module in self.found if module not in within]
+
+    # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
+    # arguments.
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and _is_among(self.cache, args, kwargs):
+            self.running.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
+        if len(kwargs_and_output) == 2 and _is_among(self.cache, args, kwargs_and_output[0]):
+            self.running.pop()
+
+    def _note(self, method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
+        self.found += [module for module in self.running[-1:] if module not in self.found]
+        return method(*args, **kwargs)
 
 
 class Mixers:
@@ -124,7 +167,6 @@ class Mixers:
         self.is_needed = is_recurrent(cache)
         self.found: list[nn.Module] = []
         self._hooks = ExitStack()
-        self._running: list[nn.Module] = []  # modules that were given the cache, the innermost last
         self._num_rows = self._num_tokens = 0  # B, N
         self._calls: list[tuple[nn.Module, Call]] = []  # of the last forward
         self._scratch: Scratch | None = None  # its states; None: none is under way
@@ -132,6 +174,7 @@ class Mixers:
         self._due: dict[nn.Module, list[Call]] = {}  # over accepted tokens, which are not in the cache's states yet
         self._awaited: Scratch | None = None  # with which a mixer is run now, over all tokens or the last one
         self._earlier: list[Any] = []  # its outputs for the tokens before that
+        self._linear: NotedOutputs | GivenOutputs | None = None  # notes outputs of linear layers, or gives them again
 
     def __enter__(self) -> "Mixers":
         return self
@@ -141,21 +184,14 @@ class Mixers:
 
     @contextmanager
     def finding(self) -> Iterator[None]:
-        """A context in which mixers are found by what they do: the innermost module that was given the cache when one
-        of its states is read or written."""
+        """A context in which mixers are found by what they do, as `Finder` says."""
         if not self.is_needed:
             yield
             return
-        with ExitStack() as undo:
-            for module in self.target.modules():
-                undo.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
-            for method in METHODS:
-                setattr(self.cache, method, partial(self._note, getattr(self.cache, method)))
-                undo.callback(delattr, self.cache, method)
+        finder = Finder(self.target, self.cache)
+        with finder.looking():
             yield
-        within = {inner for module in self.found for inner in module.modules() if inner is not module}
-        self.found = [module for module in self.found if module not in within]
+        self.found = finder.found
         for module in self.found:
             # before the user's own hooks, which a mixer that runs again meets again
             hook = module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -171,28 +207,13 @@ class Mixers:
                 " rejected tokens could not be taken back. Drop assistant_model."
             )
 
-    # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
-    # arguments.
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is not None and _is_among(self.cache, args, kwargs):
-            self._running.append(module)
-
-    def _leave(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
-        if len(kwargs_and_output) == 2 and _is_among(self.cache, args, kwargs_and_output[0]):
-            self._running.pop()
-
-    def _note(self, method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
-        self.found += [module for module in self._running[-1:] if module not in self.found]
-        return method(*args, **kwargs)
-
     @contextmanager
     def verifying(
         self, num_rows: int, num_tokens: int, parents: list[list[int]] | None = None, states: StateArena | None = None
     ) -> Iterator[None]:
         """A context for one forward over `num_tokens` of every sequence: it changes the cache's states by what is due
         only. `parents`: those of a tree's nodes but the root, by sequence; None: chains. `states`: read in place of the
-        cache's."""
+        cache's; outputs of linear layers are then noted for `run_again`."""
         if not self.is_needed:
             yield
             return
@@ -202,10 +223,20 @@ class Mixers:
         rows = None if self._paths is None else torch.tensor(self._paths.rows, device="cpu")
         self._scratch = Scratch(states or self.cache, rows)
         try:
-            yield
+            with self._with_linear(None if states is None else NotedOutputs()):
+                yield
         except BaseException:
             self._scratch = None
             raise
+
+    @contextmanager
+    def _with_linear(self, mode: NotedOutputs | GivenOutputs | None) -> Iterator[None]:
+        with mode or nullcontext():
+            self._linear = mode
+            try:
+                yield
+            finally:
+                self._linear = None
 
     def commit(self, paths: list[list[int]]) -> None:
         """Accepts the tokens `paths[b]` of every sequence b of the last forward, none of one that has ended: its states
@@ -247,15 +278,16 @@ class Mixers:
 
     def run_again(self, module: nn.Module, call: Call, scratch: Scratch) -> None:
         """Has a scratch hold the states after the tokens of a call."""
-        args, kwargs = self._advance(module, call, scratch)
-        module(*args, **kwargs)
+        with self._with_linear(GivenOutputs() if call.outputs else None):
+            args, kwargs = self._advance(module, call, scratch)
+            module(*args, **kwargs)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Arguments | None:
         if self._scratch is None or kwargs is None or not _is_among(self.cache, args, kwargs):
             return None
         self._run_due(module)
         call = Call(self.cache, args, kwargs, self._num_tokens, self._num_rows)
-        self._calls.append((module, call.copied()))
+        self._calls.append((module, call.copied(self._scratch.cache)))
         if self._paths is not None:
             call = call.along(self._paths.rows, self._paths.nodes)
         return self._advance(module, call, self._scratch)
@@ -269,6 +301,8 @@ class Mixers:
             output = _joined([*self._earlier, output])
         self._earlier = []
         self._awaited = None
+        if self._linear is not None:
+            self._linear.end()
         if self._paths is None or scratch is not self._scratch:
             return output
         scratch.forget()  # a state for every path takes much memory
@@ -280,7 +314,10 @@ class Mixers:
         self._awaited = None
         earlier = list[Any]()
         rest = slice(None)
-        if call.num_tokens > 1 and self.differs_by_steps(module, call, scratch.cache):
+        goes_by_steps = call.num_tokens > 1 and self.differs_by_steps(module, call, scratch.cache)
+        if self._linear is not None:
+            self._linear.begin(call.outputs)
+        if goes_by_steps:
             for i in range(call.num_tokens - 1):
                 args, kwargs = call.over(slice(i, i + 1), scratch)
                 earlier.append(module(*args, **kwargs))

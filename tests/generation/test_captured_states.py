@@ -1,6 +1,9 @@
 """Captured rounds of targets with recurrent states: what a part of its own keeps of them after each round is what plain
 decoding leaves."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from batches import known_prompts, left_padded
@@ -8,6 +11,7 @@ from families import build_drafter, build_target
 from observers import num_hooks
 from recorded import Recorded
 from states import KINDS, assert_same_states
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from eagle31_hf import track_acceptance
@@ -16,7 +20,7 @@ from eagle31_hf.cache_names import cache_argument
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.proof import ROUNDS
 from eagle31_hf.generation.captured.round import Round
-from eagle31_hf.generation.captured.seam import seams
+from eagle31_hf.generation.captured.seam import Uncaptured, seams
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_kept"),
@@ -193,3 +197,48 @@ def test_trees_run_eagerly_and_auto_draws_chains():
     stats = decode(pair, Recorded(), {"num_assistant_tokens": "auto"}, **options)[1]
     assert set(stats.executions) == {AS_RECORDED}
     assert not stats.kinds["trees"]
+
+
+# --- what it costs ---
+
+
+class Reading(TorchDispatchMode):
+    """Notes the memory that operations read."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.addresses |= {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_linear_layers_are_not_run_again(monkeypatch, name):
+    """Their weights are most of what a mixer reads."""
+    pair, keep, reading, counts = pair_of(name), Round.keep, Reading(), []
+
+    def read(self, plan, count):
+        counts.append(count)
+        with reading:
+            keep(self, plan, count)
+
+    monkeypatch.setattr(Round, "keep", read)
+    decode(pair, Uncaptured(), **asked(pair[0], 9, 5))
+    linear = {name: each.weight for name, each in pair[0].named_modules() if isinstance(each, torch.nn.Linear)}
+    again = {name for name, each in linear.items() if each.untyped_storage().data_ptr() in reading.addresses}
+    assert set(counts) & {2, 3, 4}
+    assert {name.rpartition(".")[2] for name in again} <= {"dt_proj"}  # small, and multiplied by Mamba itself
+
+
+def test_no_cache_is_kept_for_what_is_captured():
+    """It would hold the states of its call."""
+    pair = pair_of("Qwen3-Next")
+    own = DynamicCache(config=pair[0].config)
+    decode(pair, Recorded(), **asked(pair[0], 5), past_key_values=own)
+    left = weakref.ref(own)
+    del own
+    gc.collect()
+    assert left() is None
