@@ -56,7 +56,8 @@ class Call:
         def cut(value: Tensor) -> Tensor:
             if value.dim() < 2 or value.shape[1] != self.num_tokens:
                 return value
-            value = value[:, tokens]
+            is_slice = isinstance(tokens, slice)
+            value = value[:, tokens] if is_slice else torch.cat([value[:, i : i + 1] for i in tokens], dim=1)
             return value * scale if value.is_floating_point() and scale != 1 else value
 
         return self._mapped(cut, states)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from pretend import LAUNCHES, WAITS, Held, accelerator, moved
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.generation.captured.kept import release
@@ -27,6 +27,15 @@ SIZES = {
     "vocab_size": 512,
 }  # fmt: skip
 TARGETS = {"Llama": (LlamaConfig, 32), "Qwen3": (Qwen3Config, 36)}  # and the layers of the model whose nodes are told
+# Targets with recurrent states, which have no experts: these make the host wait, be it a transformers' matter.
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mlp_only_layers": [0, 1, 2, 3],
+}  # fmt: skip
+TARGETS_WITH_STATES = {
+    "Qwen3-Next": (Qwen3NextConfig, STATES),
+    "LFM2": (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DRAFTERS = {"eagle31": {}, "eagle3": {"fc_norm": False, "norm_output": False}}
 # Every target, dtype and drafter; the last is an eagle31 drafter whose weights are held in 8 bits.
@@ -36,14 +45,15 @@ CHAIN, TREE = {"num_assistant_tokens": 3}, {"num_assistant_tokens": 3, "draft_tr
 PROMPT_TOKENS, NEW_TOKENS, LONGER = 12, 3, 6
 PARTS = {
     "draft": Round.draft, "verify": Round.verify, "layout": Round._layout, "reading": Round._read,
-    "target": Round._run_target,
+    "target": Round._run_target, "keep": Round.keep,
 }  # fmt: skip
 
 
 def models(target: str, num_layers: int, dtype: torch.dtype, drafter: str) -> tuple[Any, Eagle31DrafterModel]:
     """A target of so many layers that ends no text, and a drafter, both random, on the pretend device."""
     torch.manual_seed(0)
-    config = TARGETS[target][0](**SIZES, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
+    kind, fields = TARGETS_WITH_STATES.get(target) or (TARGETS[target][0], {})
+    config = kind(**SIZES, **fields, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
     flags = DRAFTERS.get(drafter, {})
     of_drafter = Eagle31Config(**SIZES, **flags, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
@@ -136,10 +146,24 @@ def figures(target: str, dtype: str, drafter: str) -> dict[str, Any]:
     }
 
 
+def figures_with_states(target: str) -> dict[str, Any]:
+    """The nodes of a round of chains, and how often the host waits in it."""
+    pair = models(target, FEW, torch.float32, "eagle31")
+    decode(pair, CHAIN)  # with waits for what is tried once
+    chain, longer = (decode(pair, CHAIN, length) for length in (LONGER, 2 * LONGER))
+    return {
+        "verify": chain.nodes["verify"].total(),
+        "keep": longer.nodes["keep"].total(),
+        "copies": (longer.all_waits - chain.all_waits) / (longer.rounds - chain.rounds),
+        "waits": {" ".join(place): count for part in longer.waits.values() for place, count in part.items()},
+    }
+
+
 def all_figures() -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     with accelerator():
-        return {" ".join(way): figures(*way) for way in WAYS}
+        found = {" ".join(way): figures(*way) for way in WAYS}
+        return found | {target: figures_with_states(target) for target in TARGETS_WITH_STATES}
 
 
 def main() -> None:
@@ -147,13 +171,11 @@ def main() -> None:
     parser.add_argument("--lines", action="store_true")
     args = parser.parse_args()
     found = all_figures()
-    told = [name for name in next(iter(found.values())) if name not in ("waits", "lines")]
-    print(f"{'nodes of':20}", *(f"{name:>14}" for name in told))
     for name, each in found.items():
-        print(f"{name:20}", *(f"{each[one]:14g}" for one in told))
+        print(name, *(f"{one} {each[one]:g}" for one in each if one not in ("waits", "lines")), sep="  ")
         for place, count in each["waits"].items():
             print(f"    {count} waits: {place}")
-        for part, counts in each["lines"].items() if args.lines else ():
+        for part, counts in each.get("lines", {}).items() if args.lines else ():
             print(f"    {part}: {dict(sorted(counts.items(), key=lambda item: -item[1]))}")
 
 

@@ -31,7 +31,7 @@ def test_nodes_of_a_round(figures, way):
     assert found["reading"] <= MOST_IN_READING + more, found["lines"]["reading"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "Qwen3-Next", "LFM2"])
 def test_the_host_reads_once_a_round_and_waits_for_nothing_in_it(figures, way):
     assert figures[way]["waits"] == {}
     assert figures[way]["copies"] == 1

@@ -108,8 +108,10 @@ def a_token_too_few(monkeypatch):
     def late(self, plan, count):
         if count == 1:
             return
-        self.carry.kept.copy_(torch.where(self.carry.kept == count, count - 1, self.carry.kept))
+        accepted = self.carry.count.clone()
+        self.carry.count.copy_(torch.where(accepted == count, count - 1, accepted))
         keep(self, plan, count - 1)
+        self.carry.count.copy_(accepted)
 
     monkeypatch.setattr(Round, "keep", late)
 
@@ -118,7 +120,7 @@ def states_of_all_tokens(monkeypatch):
     """Also where some were rejected."""
 
     def every(self, plan, count):
-        self.parts.target.arena.states.advance(self.unsettled[plan].after_all, self.carry.kept == count)
+        self.parts.target.arena.states.advance(self.unsettled[plan].after_all, self.carry.count == count)
 
     monkeypatch.setattr(Round, "keep", every)
 

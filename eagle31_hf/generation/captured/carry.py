@@ -28,9 +28,6 @@ class Carry:
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
     yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
 
-    `kept` (B, 1): of a recurrent target, how many tokens of the last verification its states are still to stand after;
-    0: none.
-
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `most_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
     the text, the first one that the drafter reads.
@@ -43,7 +40,6 @@ class Carry:
     length: Tensor
     going: Tensor
     count: Tensor
-    kept: Tensor
     tokens: Tensor
     states: Tensor
     padding: Tensor
@@ -79,7 +75,7 @@ class Carry:
     def rest(self) -> None:
         """Makes all rows idle: each holds a text of one token that has ended. States of an earlier call may not be
         finite."""
-        for name in ("going", "count", "kept", "padding", "first_slot", "position", "most_position", "states"):
+        for name in ("going", "count", "padding", "first_slot", "position", "most_position", "states"):
             getattr(self, name).zero_()
         self.length.fill_(1)
 

@@ -165,9 +165,10 @@ class CapturedExecutor:
         accepted = self.eager.sampler.walked(sequences, drafts, spoiled, choices, ends)
         has_ended = ends.finished != sequences.finished
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
+        self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
         if has_ended:
             self.carry.send("going", [not finished for finished in ends.finished])
-        self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
+            self.carry.send("count", self.num_unread)
         self.states.is_behind(plan, self.num_unread)
         self.was_short = accepted.is_short
         return Outcome(plan.kind, 1 + len(drafts.ids[0]), accepted)

@@ -67,15 +67,15 @@ class Round(Drafting):
         self.out[plan] = packed(chosen, spoiled, lawful, drafts)
 
     def keep(self, plan: Plan, count: int) -> None:
-        """Has the recurrent states of all rows that `carry.kept` says accepted `count` tokens of the last verification,
-        by this plan, stand after them. Where that is not all of them, mixers run again, over them alone."""
+        """Has the recurrent states of all rows that accepted `count` tokens of the last verification, by this plan,
+        stand after them. Where that is not all of them, mixers run again, over them alone."""
         unsettled, side = self.unsettled[plan], self.parts.target
         scratch = unsettled.after_all
         if count <= plan.depth:
             scratch = Scratch(side.arena.states)
             for module, call in unsettled.calls:
                 side.mixers.run_again(module, call.first(count), scratch)
-        side.arena.states.advance(scratch, self.carry.kept == count)
+        side.arena.states.advance(scratch, self.carry.count == count)
 
     def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""

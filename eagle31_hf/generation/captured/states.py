@@ -38,8 +38,6 @@ class StateKeeper:
     def keep(self, run: Callable[[str, Plan], None] | None) -> None:
         """Has the states stand after all tokens that are committed, by captured parts, which `run` runs; None: by what
         was captured."""
-        if self.plan is not None:
-            self.rounds.carry.send("kept", self.counts)
         for count, (name, plan, function) in self.parts().items():
             if run is None:
                 function()
