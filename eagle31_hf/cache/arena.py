@@ -134,8 +134,8 @@ class HybridArenaLayer(ArenaLayer, StatesBeside):
 
 
 def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaPlacement:
-    """Makes the layers of a cache of `num_rows` sequences layers in an arena, which gets copies of the tokens they
-    hold, but not of states; returns their placement."""
+    """Makes the layers of a cache of `num_rows` sequences layers in an arena, which gets copies of the keys and values
+    they hold (states follow after the prompt, see `StateArena`); returns their placement."""
     placement = ArenaPlacement()
     placement.num_rows = num_rows
     layers = list[Any]()

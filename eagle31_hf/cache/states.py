@@ -64,13 +64,13 @@ class StateArena:
         self.recurrences: dict[Key, Tensor] = {}
 
     def take_over(self, cache: Cache) -> None:
-        """Copies a cache's states, which are views of these from now on."""
+        """Copies a cache's states; the cache then holds views of these."""
         for index, layer in enumerate(cache.layers):
             if holds_states(layer):
-                self._take_over(layer.conv_states, self.convolutions, index)
-                self._take_over(layer.recurrent_states, self.recurrences, index)
+                self._copy_in(layer.conv_states, self.convolutions, index)
+                self._copy_in(layer.recurrent_states, self.recurrences, index)
 
-    def _take_over(self, states: dict[int, Tensor | None], ours: dict[Key, Tensor], index: int) -> None:
+    def _copy_in(self, states: dict[int, Tensor | None], ours: dict[Key, Tensor], index: int) -> None:
         for number, state in states.items():
             if state is None:
                 continue
@@ -83,7 +83,7 @@ class StateArena:
             states[number] = view.copy_(state)
 
     def advance(self, scratch: "Scratch", is_row: Tensor) -> None:
-        """Has the rows for which `is_row` (R, 1) is true hold what a scratch holds."""
+        """Copies what a scratch holds into the rows for which `is_row` (R, 1) is true."""
         for held, states in ((self.convolutions, scratch.convolutions), (self.recurrences, scratch.recurrences)):
             for key, state in states.items():
                 held[key].copy_(torch.where(is_row.view(-1, *[1] * (state.dim() - 1)), state, held[key]))

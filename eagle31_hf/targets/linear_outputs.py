@@ -1,5 +1,5 @@
-"""What the linear layers within a module gave for the tokens of a chain, given again for the first of these: a module
-that runs again over accepted tokens then reads no weight of theirs, and its products are those of the first run.
+"""Outputs of the linear layers within a module, noted while it runs over a chain's tokens, and returned when it runs
+again over the first of them: their weights, most of what it reads, are read once.
 
 B sequences, N tokens, D numbers of a token.
 """
@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Outputs = dict[nn.Parameter, list[Tensor]]  # by weight, one (B, N, D) after the other
+
+
+def weight_of(func: Callable, args: tuple) -> nn.Parameter | None:
+    """The weight of a call of `torch.nn.functional.linear` as `nn.Linear` makes it; None for any other."""
+    is_linear = func is torch.nn.functional.linear and len(args) > 1
+    return args[1] if is_linear and isinstance(args[1], nn.Parameter) else None
 
 
 class NotedOutputs(TorchFunctionMode):
@@ -28,14 +34,15 @@ class NotedOutputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self.outputs is not None and func is torch.nn.functional.linear and isinstance(args[1], nn.Parameter):
-            self.outputs.setdefault(args[1], []).append(output)
+        weight = weight_of(func, args)
+        if self.outputs is not None and weight is not None:
+            self.outputs.setdefault(weight, []).append(output)
         return output
 
 
 class GivenOutputs(TorchFunctionMode):
     """A context of this thread in which linear layers, between `begin` and `end`, give for the first tokens what they
-    gave before; those of which nothing was noted, as of a class that quantizes, compute it."""
+    gave before. Those of which nothing was noted, as quantized ones, compute as usual."""
 
     left: dict[nn.Parameter, Iterator[Tensor]] | None = None
 
@@ -46,8 +53,9 @@ class GivenOutputs(TorchFunctionMode):
         self.left = None
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.left is not None and func is torch.nn.functional.linear and isinstance(args[1], nn.Parameter):
-            output, x = next(self.left.get(args[1], iter(())), None), args[0]
+        weight = weight_of(func, args)
+        if self.left is not None and weight is not None:
+            output, x = next(self.left.get(weight, iter(())), None), args[0]
             if output is not None and x.dim() == output.dim() == 3 and x.shape[1] <= output.shape[1]:
                 return output[:, : x.shape[1]]
         return func(*args, **(kwargs or {}))

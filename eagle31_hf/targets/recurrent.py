@@ -1,10 +1,10 @@
 """Targets whose layers keep recurrent states, or those of convolutions, beside keys or in place of them.
 
 Rejected tokens cannot be taken back from a state. So the modules that read states, here *mixers*, work on a copy of the
-states while drafts are verified. Once it is known which tokens are accepted, a mixer alone runs again, over these,
-and the result is kept. That is when the next forward comes to it: what the target sets up around its layers (autocast,
-weights that an offload brings) is there then. In a mixer each path of a tree, from the root to a leaf, is a sequence of
-its own. B sequences, N tokens of a verifying forward: the nodes of a chain or tree.
+states while drafts are verified. Once it is known which tokens are accepted, a mixer alone runs again, over these, and
+the result is kept. In eager rounds that is when the next forward comes to it: what the target sets up around its layers
+(autocast, weights that an offload brings) is there then. In a mixer each path of a tree, from the root to a leaf, is a
+sequence of its own. B sequences, N tokens of a verifying forward: the nodes of a chain or tree.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class Call:
     num_tokens: int
     num_rows: int  # B
     rows: Tensor | None = None  # the sequences of the cache that it is over; None: all
-    outputs: Outputs = field(default_factory=dict)  # of linear layers, where it may run again with these
+    outputs: Outputs = field(default_factory=dict)  # of linear layers, for running again; shared by all copies
 
     def over(self, tokens: slice | list[int], states: Any, scale: float = 1.0) -> Arguments:
         """The arguments with `states` in place of the cache, and of each tensor over the tokens (B, N, ...) some of
@@ -232,12 +232,12 @@ class Mixers:
 
     @contextmanager
     def _with_linear(self, mode: NotedOutputs | GivenOutputs | None) -> Iterator[None]:
-        with mode or nullcontext():
-            self._linear = mode
-            try:
+        before, self._linear = self._linear, mode
+        try:
+            with mode or nullcontext():
                 yield
-            finally:
-                self._linear = None
+        finally:
+            self._linear = before
 
     def commit(self, paths: list[list[int]]) -> None:
         """Accepts the tokens `paths[b]` of every sequence b of the last forward, none of one that has ended: its states
@@ -256,8 +256,9 @@ class Mixers:
                 self._due.setdefault(module, []).append(call.along(rows, [paths[b] for b in rows]))
         self._calls = []
 
-    def taken(self) -> Unsettled | None:
-        """Hands over the last forward, for who accepts its tokens later by `run_again`; None without mixers."""
+    def take_unsettled(self) -> Unsettled | None:
+        """Hands the last forward to the caller, who has accepted tokens kept later by `run_again`; None without mixers.
+        What is captured cannot wait for the next forward, as `commit` does."""
         scratch, self._scratch = self._scratch, None
         calls, self._calls = self._calls, []
         return None if scratch is None else Unsettled(calls, scratch)
@@ -316,7 +317,7 @@ class Mixers:
         earlier = list[Any]()
         rest = slice(None)
         goes_by_steps = call.num_tokens > 1 and self.differs_by_steps(module, call, scratch.cache)
-        if self._linear is not None:
+        if self._linear is not None:  # only now: what a trial gives is not to be noted
             self._linear.begin(call.outputs)
         if goes_by_steps:
             for i in range(call.num_tokens - 1):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from eagle31_hf.generation.captured import seam
 from eagle31_hf.generation.captured.seam import Uncaptured
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
@@ -58,12 +59,15 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 class Recorded(Uncaptured):
-    """`fails_at`: the number of the capture that fails, from 1 on, after it has run half of its operations."""
+    """`fails_at`: the number of the capture that fails, from 1 on, after it has run half of its operations.
+    `shares_memory`: a replay writes over what later captures of its pool have left, as a CUDA graph may."""
 
     name = "recorded tensors"
 
-    def __init__(self, fails_at: int | None = None):
+    def __init__(self, fails_at: int | None = None, shares_memory: bool = False):
         self.fails_at = fails_at
+        self.shares_memory = shares_memory
+        self.by_pool: dict[str, list[Recording]] = {}
         self.captures = 0
         self.replays = 0
 
@@ -77,8 +81,14 @@ class Recorded(Uncaptured):
         if self.captures == self.fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 
+        pool = self.by_pool.setdefault(seam.pool_of(part), [])
+        pool.append(recording)
+        number = len(pool)
+
         def replay() -> None:
             self.replays += 1
             recording.replay()
+            for later in pool[number:] if self.shares_memory else []:
+                later.poison()
 
         return replay

@@ -1,5 +1,4 @@
-"""Captured rounds of targets with recurrent states: what a part of its own keeps of them after each round is what plain
-decoding leaves."""
+"""Captured rounds of targets with recurrent states: what `Round.keep` leaves of these is what plain decoding leaves."""
 
 import gc
 import weakref
@@ -17,6 +16,7 @@ from transformers import DynamicCache
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache.states import HAS_METHODS, StateArena
 from eagle31_hf.cache_names import cache_argument
+from eagle31_hf.generation.captured import seam
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.proof import ROUNDS
 from eagle31_hf.generation.captured.round import Round
@@ -27,20 +27,20 @@ pytestmark = [
     pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way"),
 ]
 CHAIN = {"num_assistant_tokens": 4}
-CAPTURED = [name for name in KINDS if name != "Mamba2"]  # which is told no positions
+CAPTURED = [name for name in KINDS if name != "Mamba2"]  # it gets no positions, so its rounds are not captured
 AS_RECORDED = f"as {Recorded.name}"
 
 
 def asked(target, *lengths: int, **options) -> dict:
-    """Greedy decoding of prompts of these lengths, of which the drafter knows the first ones."""
+    """Options of greedy decoding, of prompts of these lengths from texts that the drafter knows."""
     ids, mask = left_padded(known_prompts(target, *lengths))
     given = {"inputs": ids, "attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 6, "do_sample": False}
     return given | options
 
 
-def decode(pair, seam, plan=CHAIN, **options):
+def decode(pair, way, plan=CHAIN, **options):
     torch.manual_seed(3)
-    with seams(lambda device: seam), track_acceptance() as stats:
+    with seams(lambda device: way), track_acceptance() as stats:
         return pair[0].generate(**options, assistant_model=pair[1], **plan), stats
 
 
@@ -51,16 +51,16 @@ def pair_of(name: str):
 @pytest.mark.parametrize("name", CAPTURED)
 def test_replays_of_batches_whose_sequences_end_early(name):
     """Calls of other lengths, and of fewer sequences than an earlier one had: idle rows hold states of that one."""
-    pair, seam = pair_of(name), Recorded()
+    pair, way = pair_of(name), Recorded()
     executions = set()
     for lengths in ((5, 9, 7), (8, 4), (6, 7, 5, 9), (7,)):
         free = pair[0].generate(**asked(pair[0], *lengths))
         options = asked(pair[0], *lengths, eos_token_id=int(free[0, -9]))
-        text, stats = decode(pair, seam, **options)
+        text, stats = decode(pair, way, **options)
         assert text.tolist() == pair[0].generate(**options).tolist()
         executions |= {*stats.executions}  # none where the first token ends every text
     assert executions == {AS_RECORDED}
-    assert seam.replays > 2 * seam.captures
+    assert way.replays > 2 * way.captures
     assert num_hooks(pair[0]) == 0
 
 
@@ -68,17 +68,17 @@ def test_replays_of_batches_whose_sequences_end_early(name):
 def test_a_conversation_goes_on_in_the_callers_cache(name):
     """What it holds after each turn is what plain decoding leaves, and another call in the same arena does not write to
     it."""
-    pair, seam = pair_of(name), Recorded()
+    pair, way = pair_of(name), Recorded()
     target = pair[0]
     own, plain = (DynamicCache(config=target.config) for _ in range(2))
     text = torch.tensor(known_prompts(target, 7))
     for _ in range(3):
         options = {"max_new_tokens": 9, "do_sample": False, "inputs": text, "attention_mask": torch.ones_like(text)}
-        ours, stats = decode(pair, seam, **options, **cache_argument(target.forward, own))
+        ours, stats = decode(pair, way, **options, **cache_argument(target.forward, own))
         said = target.generate(**options, **cache_argument(target.forward, plain))
         assert ours.tolist() == said.tolist()
         assert set(stats.executions) == {AS_RECORDED}
-        decode(pair, seam, **asked(target, 5))
+        decode(pair, way, **asked(target, 5))
         assert_same_states(own, plain)
         text = torch.cat((said, torch.tensor([[3, 1]])), dim=1)
 
@@ -160,7 +160,7 @@ def test_faults_are_found_and_states_are_made_anew(monkeypatch, name, fault):
 
 
 def test_states_that_came_about_in_a_new_way_are_compared(monkeypatch):
-    """A fault of one count of accepted tokens alone, which first occurs when rounds of the plan have been compared."""
+    """Only what keeps one count of tokens is wrong, and that is used first after the plan's rounds have been proved."""
     pair = pair_of("Qwen3-Next")
     options = asked(pair[0], 9, max_new_tokens=40)
     expected = pair[0].generate(**options).tolist()
@@ -185,6 +185,18 @@ def test_states_that_came_about_in_a_new_way_are_compared(monkeypatch):
     assert any("a captured round was wrong: its logits differ" in each for each in stats.executions)
     assert stats.executions[AS_RECORDED] > ROUNDS
     assert text.tolist() == expected
+
+
+@pytest.mark.parametrize("has_pools", [True, False])
+def test_no_part_writes_over_what_another_has_left(monkeypatch, has_pools):
+    """The next draft runs between a verification and the part that reads what it has left."""
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 5, 9, max_new_tokens=30)
+    if not has_pools:
+        monkeypatch.setattr(seam, "pool_of", lambda part: "one for all")
+    text, stats = decode(pair, Recorded(shares_memory=True), **options)
+    assert text.tolist() == pair[0].generate(**options).tolist()  # what is wrong was found
+    assert (set(stats.executions) == {AS_RECORDED}) is has_pools
 
 
 # --- what is not captured ---

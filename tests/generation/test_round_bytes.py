@@ -29,6 +29,7 @@ from eagle31_hf.generation.draft_sampler import DraftSampler
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
 from eagle31_hf.targets.layers import capture_states
+from eagle31_hf.targets.recurrent import Mixers
 
 CONTEXT, CAPACITY, WIDTH = 2048, 4096, 9  # tokens of the context; slots of the arenas; tokens a round commits at most
 AT_MOST = 1.05  # times the bytes that have to be read
@@ -107,7 +108,7 @@ def models(name: str) -> tuple[Any, Eagle31DrafterModel]:
 def side(model: Any) -> Side:
     """Gives a model a cache in an arena that holds a context."""
     cache, arena = adopt.slot_cache(model.config)[0], Arena(CAPACITY)
-    return Side(model, cache, move_into(cache, arena), arena)
+    return Side(model, cache, move_into(cache, arena), arena, mixers=Mixers(model, cache))
 
 
 def draft_sampler(drafter: Eagle31DrafterModel) -> DraftSampler:

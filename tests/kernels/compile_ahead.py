@@ -13,7 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -122,20 +124,31 @@ def of_amd(case: Case) -> dict[str, Any]:
     return found
 
 
+def gpus(case: Case, number: int | None) -> dict[str, Callable[[Case], dict[str, Any]]]:
+    """The GPUs to compile a case for, by name: all that it is for, or of the `number`-th case sm_90 and one other."""
+    every = {f"sm_{k}": partial(of_nvidia, capability=k) for k in SHARED if case.shared in (0, SHARED[k])}
+    every |= {AMD: of_amd} if case.shared in (0, AMD_SHARED) else {}
+    others = [name for name in every if name != "sm_90"]
+    if number is None or not others:
+        return every
+    chosen = {"sm_90", others[number % len(others)]}
+    return {name: of for name, of in every.items() if name in chosen}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--sparse", action="store_true", help="each case for sm_90, and for one other GPU in turn")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE))
     cases = {}
     for path in sorted(HERE.glob("cases_*.py")):
         cases |= import_module(path.stem).CASES
     found = {}
-    for name, case in cases.items():
+    for number, (name, case) in enumerate(cases.items()):
         if name.startswith(args.only):
-            found[name] = {f"sm_{k}": of_nvidia(case, k) for k in SHARED if case.shared in (0, SHARED[k])}
-            found[name] |= {AMD: of_amd(case)} if case.shared in (0, AMD_SHARED) else {}
+            found[name] = {gpu: of(case) for gpu, of in gpus(case, number if args.sparse else None).items()}
             if not args.json:
                 for target, figures in found[name].items():
                     print(f"{name:40} {target:8} {figures}")

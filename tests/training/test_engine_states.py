@@ -86,7 +86,7 @@ def some_texts(count: int = 9) -> list[torch.Tensor]:
 def close(found, expected):
     for pair in zip(found, expected, strict=True):
         for ours, theirs in zip(*pair, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.std()))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
 
 
 # The same states

@@ -26,7 +26,8 @@ class Carry:
 
     `text` (B, C): the tokens so far; `length` (B, 1): how many they are, left padding included; the last one's key is
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
-    yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence.
+    yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence; so many
+    tokens recurrent states are to be advanced over.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `most_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of

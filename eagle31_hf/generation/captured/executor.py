@@ -20,10 +20,10 @@ from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
 from ..stopping import Ends
 from .drafting import fitted
-from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_keys_again
+from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_cache_again
 from .round import Round, unpacked
 from .seam import Seam
-from .states import Part, StateKeeper
+from .state_keeper import Part, StateKeeper
 
 logger = logging.get_logger(__name__)
 Captured = dict[tuple[str, Plan], Callable[[], None]]
@@ -32,8 +32,8 @@ Captured = dict[tuple[str, Plan], Callable[[], None]]
 class CapturedExecutor:
     """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
 
-    `captured`: what runs each plan's draft and verify, kept between calls; so is why one of them could not be, or was
-    wrong, in `failures`.
+    `captured`: what runs each plan's parts (draft, verify and those that keep states), held between calls; so is why
+    one of them could not be captured, or was wrong, in `failures`.
     """
 
     def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
@@ -45,7 +45,7 @@ class CapturedExecutor:
         self.seam = seam
         self.captured = captured
         self.failures = failures
-        self.states = StateKeeper(rounds)
+        self.state_keeper = StateKeeper(rounds)
         self.has_failed = False
         self.was_short = False  # as the eager executor's
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
@@ -81,7 +81,7 @@ class CapturedExecutor:
             return self._replay(plan)
         except WrongRoundError as failure:
             self._hand_back(f"a captured round was wrong: {failure}")
-            write_keys_again(self.eager)  # those it has written may be wrong, too
+            write_cache_again(self.eager)  # those it has written may be wrong, too
             return self.eager.round(plan)
 
     def result(self) -> Any:
@@ -90,21 +90,22 @@ class CapturedExecutor:
     def settle(self) -> None:
         """Has the eager executor's parts hold what captured rounds have committed, also after an error."""
         if not self.rounds.parts.target.placement.outlives_call:
-            self.states.forget()
+            self.state_keeper.forget()
         if not self.has_failed and (self.drafted is not None or any(self.num_unread)):  # else the carry holds nothing
             self._give_back()
         self.eager.settle()
 
     def _capture(self, plan: Plan) -> None:
-        """Captures a plan's draft and verify, and what keeps states of the last round, where that has not been done."""
+        """Captures what is missing: what keeps the states of the last round, and the plan's draft and verify."""
         rounds = self.rounds
-        parts: list[Part] = [*self.states.parts().values()]
+        parts: list[Part] = [*self.state_keeper.parts().values()]
         parts += [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
         for part, of, function in parts:
             if (part, of) in self.captured:
                 continue
-            # a round that reads what came about in a new way is compared
+            # Of a plan that has been proved the next round is compared, too, in the rows that read what is new.
             rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
+            rounds.unproved_rows |= self.state_keeper.rows((part, of, function))
             arena = rounds.parts.target.arena
             arena.keep_table()
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
@@ -143,7 +144,7 @@ class CapturedExecutor:
 
         def verify() -> None:
             verifying.append(self.eager.clock.mark())
-            self.states.keep(self._run)
+            self.state_keeper.keep(lambda part: self._run(*part[:2]))
             self._run("verify", plan)
             verifying.append(self.eager.clock.mark())
 
@@ -166,10 +167,10 @@ class CapturedExecutor:
         has_ended = ends.finished != sequences.finished
         sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
         self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
-        if has_ended:
+        self.state_keeper.note_accepted(plan, self.num_unread)
+        if has_ended:  # with the last of their tokens states are advanced to there
             self.carry.send("going", [not finished for finished in ends.finished])
             self.carry.send("count", self.num_unread)
-        self.states.is_behind(plan, self.num_unread)
         self.was_short = accepted.is_short
         return Outcome(plan.kind, 1 + len(drafts.ids[0]), accepted)
 
@@ -215,9 +216,9 @@ class CapturedExecutor:
         self.eager.holds_drafts = True  # rejected ones, past the end of the drafter's cache
 
     def _give_back(self) -> None:
-        """Sets the lengths of both caches to what is committed, all but each text's last token, and hands back what the
-        carry holds for the drafter."""
-        self.states.keep(run=None)
+        """Advances states, and sets the lengths of both caches, to what is committed, all but each text's last token,
+        and hands back what the carry holds for the drafter."""
+        self.state_keeper.keep(lambda part: part[2]())  # not captured: that may be what failed
         carry, eager = self.carry, self.eager
         lengths = [length - 1 for length in self.sequences.lengths.host]
         cache.settle(eager.runner.past_key_values, max(lengths))

@@ -53,11 +53,12 @@ class Verified:
 
 @dataclass
 class Case:
-    """A round to be proved: its drafts, `prompt_length`, left padding included, the noise (B, N, V) that tokens are
-    chosen with, the `position` (B, 1), or (axes, B, 1), of each sequence's slot 0, the carry as it was before, and what
-    was `verified`."""
+    """A round to be proved: its drafts, the rows that are to be compared, `prompt_length`, left padding included, the
+    noise (B, N, V) that tokens are chosen with, the `position` (B, 1), or (axes, B, 1), of each sequence's slot 0, the
+    carry as it was before, and what was `verified`."""
 
     drafts: Drafts
+    rows: set[int]
     prompt_length: int
     noise: Tensor | None
     position: Tensor
@@ -67,7 +68,8 @@ class Case:
 
 def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager: EagerExecutor) -> None:
     """Runs a verification of a plan, and compares the first ones. Raises WrongRoundError, and leaves the carry as it
-    was, where one computes something else than the target does."""
+    was, where one computes something else than the target does; recurrent states have been advanced over committed
+    tokens alone."""
     is_long = max(eager.sequences.lengths.host) > LONGEST
     # Keys of an earlier turn may come from another adapter: they cannot be compared.
     is_left = is_long or eager.runner.num_cached or rounds.parts.has_no_memory  # to another call
@@ -83,9 +85,11 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     try:
         assert eager.runner.last_position is not None
         position = eager.runner.last_position - (eager.sequences.prompt_length - 1)  # the carry's own may be wrong
-        case = Case(drafts, eager.sequences.prompt_length, noise, position, before, rounds.verified[plan])
+        prompt = eager.sequences.prompt_length
+        case = Case(drafts, rounds.unproved_rows, prompt, noise, position, before, rounds.verified[plan])
         _check(eager, case, carry)
         rounds.num_proved[plan] += 1
+        rounds.unproved_rows = set()
     except torch.OutOfMemoryError:  # nothing was compared: a round of another call is
         rounds.parts.has_no_memory = True
         logger.warning_once("There was no memory to compare a captured round with the target's own forward.")
@@ -100,9 +104,9 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
 
 
 @torch.no_grad()
-def write_keys_again(eager: EagerExecutor) -> None:
-    """Writes the target's keys and states of all texts but for their last tokens anew, by its own forward; where there
-    are states, as they were written: the prompt at once, then what was verified."""
+def write_cache_again(eager: EagerExecutor) -> None:
+    """Writes the target's keys, values and states of all texts but for their last tokens anew, by its own forward;
+    where there are states, as they were written: the prompt at once, then what was verified."""
     runner, sequences = eager.runner, eager.sequences
     mixers, past_key_values = runner.mixers, runner.past_key_values
     ids = sequences.padded()[:, :-1]
@@ -138,11 +142,11 @@ def write_keys_again(eager: EagerExecutor) -> None:
 
 @torch.no_grad()
 def _check(eager: EagerExecutor, case: Case, carry: Carry) -> None:
-    """Compares a round that has run with the target's own forwards, in the first and in the last row that goes on.
+    """Compares a round that has run with the target's own forwards, in the case's rows, the first and the last one.
     Raises WrongRoundError where they differ by more than rounding. In 16 bits that is ANEW times the change that random
     rounding makes."""
     going = case.before["going"][:, 0].nonzero()[:, 0].tolist()
-    rows = sorted({going[0], going[-1]}) if going else []
+    rows = sorted({going[0], going[-1], *case.rows.intersection(going)}) if going else []
     target = eager.runner.target
     layer_ids = eager.proposer.runner.drafter.config.resolve_layer_ids(len(decoder_layers(target)))
     _check_choice(eager.sampler, case, carry)

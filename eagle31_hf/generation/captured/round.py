@@ -1,6 +1,6 @@
 """One round of tensors: drafting, and the second half, in which the target reads the drafts and what it accepts is
-committed. No value is read on the host. A target's recurrent states are committed by parts of their own, `keep`: the
-host knows by then how many tokens were accepted.
+committed. No value is read on the host. Recurrent states are committed a round later, by `keep`, when the host knows
+how many tokens were accepted.
 
 B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V target vocabulary.
 """
@@ -33,7 +33,9 @@ class Round(Drafting):
         self.out: dict[Plan, Tensor] = {}  # what the host reads of a round, see `packed`
         self.verified: dict[Plan, Verified] = {}
         self.num_proved = Counter[Plan]()  # rounds that were compared with the target's own forwards
-        self.unsettled: dict[Plan, Unsettled | None] = {}  # what mixers did in a plan's verification
+        self.unproved_rows: set[int] = set()  # whose states were kept by a part that is new
+        # Of each plan's last verification: what mixers were called with, and the states after all its tokens.
+        self.unsettled: dict[Plan, Unsettled | None] = {}
 
     def forget(self, plan: Plan) -> None:
         """Drops what was made for a plan."""
@@ -48,7 +50,7 @@ class Round(Drafting):
         ids = torch.cat((carry.text.gather(1, starts), drafts.ids), dim=1)
         places = slots[:, : ids.shape[1]] if drafts.is_chain else starts + drafts.depths
         logits, states = self._run_target(ids, starts, places, drafts)
-        self.unsettled[plan] = self.parts.target.mixers.taken()
+        self.unsettled[plan] = self.parts.target.mixers.take_unsettled()
         chosen, lawful = self._chosen(logits, drafts)
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
         self.verified[plan] = Verified(logits, states, chosen, spoiled)
@@ -67,11 +69,11 @@ class Round(Drafting):
         self.out[plan] = packed(chosen, spoiled, lawful, drafts)
 
     def keep(self, plan: Plan, count: int) -> None:
-        """Has the recurrent states of all rows that accepted `count` tokens of the last verification, by this plan,
-        stand after them. Where that is not all of them, mixers run again, over them alone."""
+        """Advances the recurrent states of the rows that accepted `count` tokens of this plan's last verification.
+        Where drafts were rejected, mixers run again, over the accepted tokens: in all rows, since shapes are fixed."""
         unsettled, side = self.unsettled[plan], self.parts.target
         scratch = unsettled.after_all
-        if count <= plan.depth:
+        if count < plan.depth + 1:
             scratch = Scratch(side.arena.states)
             for module, call in unsettled.calls:
                 side.mixers.run_again(module, call.first(count), scratch)

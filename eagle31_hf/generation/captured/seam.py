@@ -39,8 +39,14 @@ Uncaptured = Seam  # what to call this very one
 _capturing = threading.Lock()  # one capture at a time in a process
 
 
+def pool_of(part: str) -> str:
+    """The pool of memory that the graphs of a part share. Among those of one pool a replay may write over what any that
+    was captured later has left. What verify leaves is read after the next draft, so they have pools of their own."""
+    return part.split()[0]
+
+
 class CudaGraphs(Seam):
-    """Captures functions as CUDA graphs, which share one pool of memory: they run one after the other.
+    """Captures functions as CUDA graphs, which share a pool of memory with others of their part.
 
     Source: transformers' generation/continuous_batching/model_runner.py warms up and captures unmodified models so.
     """
@@ -49,12 +55,12 @@ class CudaGraphs(Seam):
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream: Any = None  # both made by the first capture
-        self.pool: Any = None
+        self.stream: Any = None  # made by the first capture, as pools are by that of each part
+        self.pools: dict[str, Any] = {}
         self.last: Any = None  # event after the work of the last call
 
     def capture(self, function: Callable[[], None], part: str) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self.pools.get(pool_of(part))
         with _capturing, torch.cuda.device(self.device):
             self.stream = self.stream or torch.cuda.Stream()
             current = torch.cuda.current_stream()
@@ -67,7 +73,7 @@ class CudaGraphs(Seam):
                 with (
                     without_collection(),
                     own_workspaces(),
-                    torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+                    torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
                 ):
                     function()
             except BaseException:
@@ -76,7 +82,7 @@ class CudaGraphs(Seam):
             finally:  # where the end of a capture fails, torch leaves the thread on the stream of the capture
                 torch.cuda.set_stream(current)
                 current.wait_stream(self.stream)
-        self.pool = graph.pool() if self.pool is None else self.pool
+        self.pools.setdefault(pool_of(part), graph.pool())
         return graph.replay
 
     def start_reading(self, tensor: Tensor) -> Callable[[], Tensor]:
