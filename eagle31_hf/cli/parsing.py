@@ -132,10 +132,10 @@ def path(text: str) -> str:
     return text
 
 
-def engine(text: str) -> str:
-    """Reads the name of an engine: vllm, or the address of a server."""
+def server(text: str) -> str:
+    """Reads the address of a server."""
     try:
-        return text if text == "vllm" else base_of(text)
+        return base_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

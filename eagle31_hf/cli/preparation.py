@@ -21,12 +21,12 @@ from .parsing import (
     add_path,
     count,
     device_map,
-    engine,
     field,
     number,
     positive,
     progress,
     seed,
+    server,
     share,
     show,
     temperature,
@@ -35,7 +35,7 @@ from .parsing import (
 from .target import QUANTIZATIONS, target_for
 
 SAMPLING = ("top_p", "top_k")  # of generate()
-ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_option", "engine_states_folder")
+ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_states_folder")
 
 
 def prepare_data(args: argparse.Namespace) -> int:
@@ -111,8 +111,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
     timeout = {} if args.engine_timeout is None else {"timeout": args.engine_timeout}
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
-    settings = {"settings": dict(args.engine_option), "states_folder": args.engine_states_folder}
-    return EngineOptions(tuple(args.engine), **settings, **timeout, **requests)
+    return EngineOptions(tuple(args.engine), states_folder=args.engine_states_folder, **timeout, **requests)
 
 
 def is_regenerated(args: argparse.Namespace) -> bool:
@@ -160,7 +159,7 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
     _add_rows(parser)
     add_answers(parser)
-    add_engine(parser, "vllm (installed here, offline), or the addresses of servers of vLLM or SGLang")
+    add_engine(parser)
     _add_states(parser)
     parser.add_argument(
         "--part",
@@ -240,14 +239,14 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-samples", type=positive, metavar="N", help=what)
 
 
-def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
-    """Adds the options of the engine that answers; `engines` says which there are."""
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the engine that answers."""
     parser.add_argument(
         "--engine",
-        type=engine,
+        type=server,
         nargs="+",
-        metavar="ENGINE",
-        help=f"what runs the target instead of transformers: {engines}, as http://localhost:8000",
+        metavar="URL",
+        help="servers of vLLM or SGLang that run the target instead of transformers, as http://localhost:8000",
     )
     parser.add_argument(
         "--engine-requests", type=positive, help="prompts that servers are asked at once, all together (default: 64)"
@@ -260,8 +259,6 @@ def add_engine(parser: argparse.ArgumentParser, engines: str) -> None:
     )
     what = "where the folder that servers write hidden states into is on this machine (default: under the same name)"
     add_path(parser, "--engine-states-folder", what, metavar="FOLDER")
-    what = "an argument of vllm.LLM for --engine vllm, as tensor_parallel_size=4"
-    add_assignments(parser, "--engine-option", field, what)
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:

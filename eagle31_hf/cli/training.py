@@ -126,11 +126,6 @@ def check_options(args: argparse.Namespace) -> None:
     fresh = [name for name, is_given in given.items() if is_given]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
-    if args.engine is not None and "vllm" in args.engine:
-        raise ValueError(
-            "--engine vllm would hold the target a second time beside the one trained on; expected the address of a"
-            " server, or the answers made beforehand: eagle31 prepare-data --engine vllm."
-        )
     engine_options(args)
     answer_options(args)
     if args.answer_batch_size is not None and not is_regenerated(args):
@@ -298,7 +293,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})",
     )
-    add_engine(parser, "the addresses of servers of vLLM or SGLang that run the target")
+    add_engine(parser)
     add_template_option(parser)
 
 

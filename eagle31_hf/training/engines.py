@@ -1,12 +1,9 @@
-"""Answers of the target by an inference engine: vLLM in this process, or servers of vLLM and SGLang.
+"""Answers of the target by an inference engine: servers of vLLM and SGLang.
 
 T tokens of a prompt or an answer. Prompts are sent as ids and answers come back as ids: no text is read again.
 """
 
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from .answers import AnswerSource, Temperatures, at_temperature
 from .engine_server import ENDS, Completion, Request
 from .preparation_options import PreparationOptions
 from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
-from .servers import VLLM, Servers, Tell
+from .servers import Servers, Tell
 
 PROBE_TOKENS = 32  # of each answer by which an engine is checked
 UNLIKELY = 0.25  # of the likeliest token's probability: rounding does not make a greedy token so unlikely
@@ -61,83 +58,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class VllmEngine:
-    """vLLM in this process, which loads the target for itself when it is met. It is asked as `Servers` are.
-
-    `settings`: arguments of `vllm.LLM` that win. Raises ImportError where vLLM is not installed, ValueError for a
-    target that was made in memory.
-    """
-
-    def __init__(self, target: Any, max_length: int, settings: dict[str, Any]):
-        if importlib.util.find_spec("vllm") is None:
-            raise ImportError(
-                "the engine is vllm, which is not installed here: pip install vllm, or name the address of a server."
-            )
-        if not target.name_or_path:
-            raise ValueError(
-                "the target was made in memory, and the engine is vllm; expected a target from a folder or repository,"
-                " which vllm can load."
-            )
-        self.target, self.max_length = target, max_length
-        self.settings = settings
-
-    @property
-    def name(self) -> str:
-        """The target and the engine, for the user."""
-        return f"{self.target.name_or_path} in vLLM"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What answers follow from besides the target's shapes: where vLLM finds its weights, and its settings."""
-        return {VLLM: self.target.name_or_path, **({"settings": self.settings} if self.settings else {})}
-
-    @cached_property
-    def llm(self) -> Any:
-        """The engine with the target's weights, in the target's dtype."""
-        from vllm import LLM
-
-        arguments = {
-            "model": self.target.name_or_path,
-            "revision": getattr(self.target.config, "_commit_hash", None),  # only those of the Hub have one
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "max_model_len": self.max_length,
-            "skip_tokenizer_init": True,
-            "generation_config": VLLM,  # nothing is sampled by what the target's folder says: requests say all
-        }
-        return LLM(**arguments | self.settings)
-
-    def meet(self, request: Request, max_length: int) -> None:
-        """Loads the target."""
-        _ = self.llm
-
-    def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
-        """Yields the engine's name and its answers to prompts."""
-        yield VLLM, self.answers(requests)
-
-    def answers(self, requests: list[Request]) -> list[Completion]:
-        """Returns the answers to prompts, in their order."""
-        from vllm import SamplingParams, sampling_params
-
-        loop = getattr(sampling_params, "RepetitionDetectionParams", None)  # earlier releases have none
-        params = [
-            SamplingParams(
-                max_tokens=request.max_tokens,
-                seed=request.seed if request.sampling["temperature"] else None,
-                stop_token_ids=request.stops,
-                ignore_eos=True,  # the stops are all there are
-                detokenize=False,
-                **({"repetition_detection": loop(**request.loop)} if loop and request.loop else {}),
-                **request.sampling,
-            )
-            for request in requests
-        ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": request.prompt} for request in requests], params, use_tqdm=False
-        )
-        answers = [output.outputs[0] for output in outputs]
-        return [Completion(list(answer.token_ids), str(answer.finish_reason), answer.stop_reason) for answer in answers]
-
-
 def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
     """Returns what an engine samples by, as generate(**generation) would with this generation config.
 
@@ -172,7 +92,7 @@ def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
 class EngineAnswers(AnswerSource):
     """Answers by an engine, which samples as generate() would. `vocab_size`: ids an answer may have."""
 
-    engine: Servers | VllmEngine
+    engine: Servers
     vocab_size: int
 
     def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
@@ -257,7 +177,7 @@ class EngineAnswers(AnswerSource):
 
     def recall(self, identity: dict[str, Any]) -> None:
         """Takes from a store what it keeps of its servers (`identity`), instead of asking them: all is answered."""
-        if isinstance(self.engine, Servers) and "served" in identity:
+        if "served" in identity:
             for server in self.engine.all:
                 server.model = identity["served"]
 
@@ -301,15 +221,8 @@ def engine_answers(
     vocab_size: int,
     tell: Tell,
 ) -> EngineAnswers:
-    """Returns answers by the engine of the options. `tell` is told of servers that fail.
-
-    Raises ValueError for settings that engines do not follow, ImportError where vLLM is not installed.
-    """
-    _ = sampling_of(options.generation, target.generation_config)  # refuses what engines do not follow
-    asked = options.engine
-    engine: Servers | VllmEngine
-    if asked.is_served:
-        engine = Servers(asked, target.name_or_path, tell)
-    else:
-        engine = VllmEngine(target, options.max_length, asked.settings)
+    """Returns answers by the engine of the options. `tell` is told of servers that fail. Raises ValueError for settings
+    that engines do not follow."""
+    _ = sampling_of(options.generation, target.generation_config)
+    engine = Servers(options.engine, target.name_or_path, tell)
     return EngineAnswers(target, tokenizer, options, engine, vocab_size)

@@ -78,12 +78,6 @@ class PreparationOptions:
                 " they are served."
             )
 
-        if self.states and self.engine is not None and not self.engine.is_served:
-            raise ValueError(
-                "the engine is vllm and states are to be stored, for which the target would be loaded twice here;"
-                " expected the address of a server, or no states."
-            )
-
     @property
     def template(self) -> dict[str, Any]:
         """Arguments of `apply_chat_template`."""

@@ -4,13 +4,12 @@ each time, and tried again."""
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 from .engine_server import Completion, Request, Server, UnavailableError, base_of
 
-VLLM = "vllm"
 AT_START = 4  # tries to reach a server before anything is written
 LOOK = 0.02  # seconds between looks at whether a server is free
 Tell = Callable[[str], None]  # is told one line at a time
@@ -20,18 +19,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The engine that answers instead of generate().
+    """The servers that answer instead of generate().
 
-    `names`: "vllm", or addresses of servers. `requests`: how many prompts servers are asked at once, all together.
-    `settings`: arguments of `vllm.LLM` that win. `states_folder`: where this machine has the folder that servers write
-    hidden states into, None: under the name that they have. `timeout`: seconds that a server may be silent. `tries` of
-    a request, and of servers that all fail, with pauses between them that double from `pause` to `longest_pause`
-    seconds. Raises ValueError for names that are neither, or both, for settings of servers, and without time or tries.
+    `urls`: their addresses. `requests`: how many prompts they are asked at once, all together. `states_folder`: where
+    this machine has the folder that servers write hidden states into, None: under the name that they have. `timeout`:
+    seconds that a server may be silent. `tries` of a request, and of servers that all fail, with pauses between them
+    that double from `pause` to `longest_pause` seconds. Raises ValueError for what is no address, and without time or
+    tries.
     """
 
-    names: tuple[str, ...]
+    urls: tuple[str, ...]
     requests: int = 64
-    settings: dict[str, Any] = field(default_factory=dict)
     states_folder: str | None = None
     timeout: float = 600.0
     tries: int = 10
@@ -44,24 +42,10 @@ class EngineOptions:
                 f"servers are given {self.timeout:g} seconds and {self.tries} tries; expected more than 0, and at least"
                 " 1."
             )
-        if VLLM in self.names and len(self.names) > 1:
-            raise ValueError(f"the engine is {' '.join(self.names)}; expected vllm alone, or addresses of servers.")
-        if not self.names or self.requests < 1:
-            raise ValueError(f"the engine is {self.names}, requests {self.requests}; expected at least one of each.")
-        if VLLM in self.names:
-            return
-        for url in self.names:
+        if not self.urls or self.requests < 1:
+            raise ValueError(f"the engine is {self.urls}, requests {self.requests}; expected at least one of each.")
+        for url in self.urls:
             base_of(url)
-        if self.settings:
-            raise ValueError(
-                f"settings of the engine are {', '.join(self.settings)}, and it is a server, which has its own;"
-                " expected none, or the engine vllm."
-            )
-
-    @property
-    def is_served(self) -> bool:
-        """True for servers, False for vLLM in this process."""
-        return VLLM not in self.names
 
     def pause_after(self, failures: int) -> float:
         """Returns the pause in seconds after so many failures in a row."""
@@ -78,7 +62,7 @@ class Servers:
     tell: Tell = lambda line: None
 
     def __post_init__(self):
-        urls = dict.fromkeys(map(base_of, self.options.names))
+        urls = dict.fromkeys(map(base_of, self.options.urls))
         self.all = [Server(url, self.options.timeout, self.options.states_folder) for url in urls]
         self._lock = threading.Lock()
 

@@ -26,7 +26,7 @@ from eagle31_hf import demo
 from eagle31_hf.cli.loading import load_outline
 from eagle31_hf.cli.preparation import add_prepare_data, data_options
 from eagle31_hf.cli.preparation import prepare_data as command
-from eagle31_hf.cli.training import add_train, check_options, read_data
+from eagle31_hf.cli.training import add_train, read_data
 from eagle31_hf.targets.ends import execution_device
 from eagle31_hf.training.engine_server import KEY, Request, UnavailableError, base_of
 from eagle31_hf.training.engines import DEFAULTS, GREEDY, sampling_of
@@ -756,8 +756,6 @@ def test_states_are_read_here(tmp_path, target, outline, tokenizer, data, serve)
     options = PreparationOptions(**GREEDILY, **states)
     prepare_data(target, tokenizer, data, tmp_path / "generate", options, part=(0, 3))
     assert shards(tmp_path / "engine") == shards(tmp_path / "generate")
-    with pytest.raises(ValueError, match=r"the engine is vllm and states are to be stored.*expected the address"):
-        PreparationOptions(regenerate=True, engine=EngineOptions(("vllm",)), states=True)
 
 
 def test_records_of_which_nothing_can_be_asked(tmp_path, outline, tokenizer, serve):
@@ -873,13 +871,7 @@ REFUSED = {
         "--engine gives the target's own answers and states; expected --regenerate or --states",
     ),
     "requests without an engine": (["--engine-requests", "3"], "--engine-requests is of an engine; expected --engine"),
-    "vllm and a server": (["--engine", "vllm", "URL"], "the engine is vllm http.*; expected vllm alone"),
     "a device map": (["--engine", "URL", "--device-map", "auto"], "--device-map says how to load the target here"),
-    "settings of a server": (
-        ["--engine", "URL", "--engine-option", "a=1"],
-        "settings of the engine are a, and it is a",
-    ),
-    "vllm with states": (["--engine", "vllm", "--states"], "target would be loaded twice here"),
 }
 
 
@@ -896,7 +888,7 @@ def test_options_that_do_not_go_together(tmp_path, line, name):
 @pytest.mark.parametrize(
     "text",
     [
-        *("vlm", "localhost:8000", "ftp://host", "http://", "http://me:pw@host:8000", "http://h/?a=b", "http://h:abc"),
+        *("vllm", "localhost:8000", "ftp://host", "http://", "http://me:pw@host:8000", "http://h/?a=b", "http://h:abc"),
         *("http://h:99999", "http://h h:80", "http://[::1", "http://h:8000/v1/completions", "http://h/v1/models/"),
     ],
 )
@@ -913,13 +905,6 @@ def test_addresses_are_taken_with_and_without_v1(text):
     assert base_of(text) == "http://host:8000"
 
 
-def test_train_takes_servers_and_leaves_vllm_to_prepare_data(data):
-    plain = ["--target", "t", "--data", data, "--output", "o"]
-    check_options(parsed(add_train, [*plain, "--regenerate", "--engine", "http://host:1"]))
-    with pytest.raises(ValueError, match=r"a second time beside the one trained on; .* prepare-data --engine vllm"):
-        check_options(parsed(add_train, [*plain, "--regenerate", "--engine", "vllm"]))
-
-
 def test_train_asks_servers(tmp_path, target, tokenizer, data, serve):
     server = serve()
     plain = ["--target", "t", "--data", data, "--output", str(tmp_path), "--regenerate", "--max-length", str(LENGTH)]
@@ -928,13 +913,6 @@ def test_train_asks_servers(tmp_path, target, tokenizer, data, serve):
     assert read_manifest(tmp_path / "data").source["engine"] == {"served": "the-target"}
     assert len(made.train) > 5
     assert len(server.asked) > 5
-
-
-@pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
-def test_vllm_that_is_not_installed(tmp_path, line):
-    with pytest.raises(ImportError, match="the engine is vllm, which is not installed here: pip install vllm, or name"):
-        run([*line, "--engine", "vllm"])
-    assert not (tmp_path / "store").exists()
 
 
 # vLLM itself
@@ -993,17 +971,6 @@ def vllm_server(tmp_path_factory):
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-
-
-@needs_vllm
-def test_vllm_in_this_process_answers_as_generate_does(tmp_path, code, monkeypatch):
-    for name, value in ON_A_CPU.items():
-        monkeypatch.setenv(name, value)
-    target, tokenizer, data, folder = code
-    engine = EngineOptions(("vllm",), settings={"enforce_eager": True})
-    prepare_data(target, tokenizer, data, tmp_path, PreparationOptions(engine=engine, **CODE))
-    assert shards(tmp_path) == shards(folder)
-    assert read_manifest(tmp_path).source["engine"]["vllm"] == str(demo.FOLDER / "target")
 
 
 @needs_vllm
