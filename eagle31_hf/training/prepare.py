@@ -66,7 +66,7 @@ def prepare_data(
             "the target is spread over processes, which cannot each make their own shards; expected a whole one in"
             " every process, or one that device_map spreads over devices."
         )
-    records = _records(source, options)
+    records = records_of(source, options)
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
@@ -82,7 +82,7 @@ def prepare_data(
     return prepared
 
 
-def _records(source: str | None, options: PreparationOptions) -> Records:
+def records_of(source: str | None, options: PreparationOptions) -> Records:
     """Returns the records of a source, and after them those that the target is to write. Raises ValueError where there
     are none of either."""
     own = SelfPrompts(options.self_prompts, options.seed)

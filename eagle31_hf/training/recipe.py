@@ -30,7 +30,7 @@ from .fresh import choose_vocabulary, count_answers
 from .output import once
 from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
-from .prepare import prepare_data
+from .prepare import prepare_data, records_of
 from .records import identity
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget
@@ -83,10 +83,12 @@ class ExampleReader:
         examples, facts = self.read(source, "data")
         layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
         layer_ids = layer_ids if self.states_by is None else self.states_by.layer_ids
+        most = 0 if eval_source else min(num_held_out, len(examples) // 10)
+        chosen = drawn_chats(examples, most, self.options.seed)
+        facts |= _held_out(sorted(chosen))
         if eval_source:
             held_out = self._with_states(self.read(eval_source, EVAL_DATA)[0])
             return TrainingData(self._with_states(examples), held_out, facts, layer_ids)
-        chosen = drawn_chats(examples, min(num_held_out, len(examples) // 10), self.options.seed)
         rest = [index for index in range(len(examples)) if index not in chosen]
         held_out = self._with_states(Part(examples, sorted(chosen))) if chosen else None
         return TrainingData(self._with_states(Part(examples, rest)), held_out, facts, layer_ids)
@@ -96,7 +98,7 @@ class ExampleReader:
 
     def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
-        if source is not None and (Path(source) / MANIFEST).is_file():
+        if is_store(source):
             store = HiddenStateStore(source)
             store.check(tokenizer_fingerprint(self.tokenizer))
             if self.options.self_prompts and name != EVAL_DATA:
@@ -167,12 +169,39 @@ class ExampleReader:
         own.mkdir(parents=True, exist_ok=True)
         return own
 
-    def _facts(self, source: str, examples: Any, skipped: Mapping[str, int]) -> dict[str, Any]:
+    def _facts(self, source: str, examples: HiddenStateStore, skipped: Mapping[str, int]) -> dict[str, Any]:
         """Counts examples (`rows`), tokens and skipped records, and tells them to `progress`."""
         facts = {"source": source, "rows": len(examples), "tokens": sum(examples.lengths), "skipped": dict(skipped)}
         left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
         self.progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
-        return facts
+        return facts | {"records_digest": _records_digest(examples.manifest.source, examples.manifest.num_records)}
+
+
+def is_store(source: str | None) -> bool:
+    """Returns True for a store that prepare-data wrote."""
+    return source is not None and (Path(source) / MANIFEST).is_file()
+
+
+def asked_data(source: str | None, eval_source: str | None, options: PreparationOptions) -> dict[str, str]:
+    """Returns those of the facts of `ExampleReader.training_data` that are known before any example is made."""
+    if is_store(source):
+        manifest = read_manifest(source)
+        made_of, num_records = manifest.source, manifest.num_records
+    else:
+        data = None if source is None else identity(source, options.split, options.max_samples)
+        made_of, num_records = vars(options) | {"data": data}, len(records_of(source, options))
+    return {"records_digest": _records_digest(made_of, num_records)} | (_held_out([]) if eval_source else {})
+
+
+def _records_digest(made_of: Mapping[str, Any], num_records: int) -> str:
+    """Returns a digest of records: the identity of the data they are of, their number, and where the target's words
+    are in them, how these were drawn. `made_of`: as a store's manifest says it."""
+    drawn = [made_of["seed"], made_of.get("self_prompts", 0)] if made_of["regenerate"] else None
+    return digest(repr([made_of["data"], num_records, drawn]))
+
+
+def _held_out(indices: list[int]) -> dict[str, str]:
+    return {"held_out_digest": digest(repr(indices))}
 
 
 def drawn_chats(examples: Any, count: int, seed: int) -> set[int]:
@@ -211,7 +240,7 @@ def target_in_store(source: str | None, name: str) -> StoredTarget | None:
 
     Training on stored states needs no more of the target.
     """
-    if source is None or not (Path(source) / MANIFEST).is_file() or read_manifest(source).layer_ids is None:
+    if not is_store(source) or read_manifest(source).layer_ids is None:
         return None
     return StoredTarget(source, name)
 

@@ -21,6 +21,7 @@ from eagle31_hf.training.processes import in_processes
 from eagle31_hf.training.recipe import (
     ExampleReader,
     ProgressLines,
+    asked_data,
     draft_vocabulary,
     drawn_chats,
     line_of,
@@ -73,11 +74,34 @@ def test_some_examples_are_held_out_drawn_at_random(reader, source, told, asked,
     assert sorted(kept + apart) == sorted(texts)
     assert kept == [text for text in texts if text not in apart]  # their order is the data's
     assert held_out is None or data.held_out.indices != [*range(RECORDS - held_out, RECORDS)]
-    assert data.facts == facts
+    assert data.facts == facts | {"held_out_digest": data.facts["held_out_digest"]}
     assert facts["rows"] == RECORDS
     assert facts["tokens"] == sum(map(len, texts))
     assert told[1:] == 2 * [f"{source}: 30 rows of {facts['tokens']} tokens"]
     assert told[0].startswith("shard 1 of 1: 30 rows")  # made once
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"max_samples": 3},
+        {"regenerate": True, "max_new_tokens": 4},
+        {"regenerate": True, "max_new_tokens": 4, "seed": 1},
+        {"regenerate": True, "max_new_tokens": 4, "self_prompts": 2},
+    ],
+    ids=lambda changed: ", ".join(changed) or "plain",
+)
+def test_what_was_read_is_known_before_it_is_read_again(target, speller, source, tmp_path, told, changed):
+    options = replace(OPTIONS, **changed)
+    reader = ExampleReader(target, speller, options, told.append, tmp_path / "run")
+    known = {"records_digest": reader.read(source, "data")[1]["records_digest"]}
+    assert asked_data(source, None, options) == known
+    assert asked_data(source, None, replace(options, max_length=20, processes=1)) == known
+    assert asked_data(source, None, replace(options, max_samples=4)) != known
+    assert (asked_data(source, None, replace(options, seed=7)) == known) != options.regenerate
+    folder = str(prepare_data(target, speller, source, tmp_path / "store", options).folder)
+    assert asked_data(folder, None, OPTIONS) == known
 
 
 def test_a_chat_is_held_out_whole():
@@ -105,6 +129,8 @@ def test_examples_of_another_source_are_held_out_whole(reader, source, tmp_path)
     (tmp_path / "others.jsonl").write_text('{"text": "abcdefgh"}')
     data = reader.training_data(source, str(tmp_path / "others.jsonl"), 5)
     assert (len(data.train), len(data.held_out)) == (RECORDS, 1)
+    assert data.facts == reader.training_data(source, None, 0).facts, "all is trained on"
+    assert data.facts.items() > asked_data(source, "others", OPTIONS).items()
 
 
 def test_regenerated_examples_are_read_from_their_store_by_another_run(target, speller, source, tmp_path, told):
@@ -217,8 +243,9 @@ def test_a_dataset_of_the_hub_is_streamed_wherever_it_is_read(target, speller, t
     options = replace(OPTIONS, split="dev", max_samples=3, regenerate=regenerate)
     options = replace(options, max_new_tokens=4, generation={"do_sample": False}) if regenerate else options
     source = f"owner/{'answered' if regenerate else 'given'}"
-    examples, _ = ExampleReader(target, speller, options, print, tmp_path / "run").read(source, "data")
+    examples, facts = ExampleReader(target, speller, options, print, tmp_path / "run").read(source, "data")
     assert len(examples) == 3
+    assert asked_data(source, None, options) == {"records_digest": facts["records_digest"]}
     assert asked == [(source, "dev", True)]
 
 

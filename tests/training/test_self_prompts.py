@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -16,6 +17,7 @@ from eagle31_hf.training import self_prompts
 from eagle31_hf.training.answers import AnswerGenerator
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.recipe import asked_data
 from eagle31_hf.training.regenerate import regenerate
 from eagle31_hf.training.self_prompts import (
     ASKED_BEFORE,
@@ -269,6 +271,9 @@ def test_a_store_of_self_prompts_goes_on_where_it_was_stopped(target, tokenizer,
         )
         prepare_data(target, tokenizer, None, tmp_path / "parts", options, part=(part, 2))
     assert ids_in(tmp_path / "parts") == ids_in(tmp_path / "whole")
+    asked = asked_data(None, None, options)
+    assert asked_data(str(tmp_path / "parts"), None, PreparationOptions()) == asked
+    assert asked_data(None, None, replace(options, self_prompts=13)) != asked
     with pytest.raises(ValueError, match="num_records is 12, expected 13"):
         prepared(target, tokenizer, tmp_path / "whole", 13)
 
