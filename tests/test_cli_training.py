@@ -111,6 +111,67 @@ def test_resumed_is_as_if_never_stopped(capsys, folder):
     assert all(weight.equal(part[name]) for name, weight in straight.items())
 
 
+@pytest.fixture
+def begun(capsys, folder):
+    """The folder of a run of two steps, on the first 28 of the texts."""
+    status, _, err = trained(capsys, folder, "--steps", "2", "--max-samples", "28")
+    assert status == 0, err
+    return folder / "drafter"
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "what", "loads"),
+    [
+        ("texts.jsonl", [], "other data", False),
+        ("texts.jsonl", ["--max-samples", "27"], "other data", False),
+        ("others.jsonl", ["--max-samples", "28"], "other data", False),
+        ("texts.jsonl", ["--max-samples", "28", "--regenerate"], "other data", False),
+        ("texts.jsonl", ["--max-samples", "28", "--self-prompts", "3"], "other data", False),
+        ("texts.jsonl", ["--max-samples", "28", "--eval-data", "others.jsonl"], "other rows held out", False),
+        ("texts.jsonl", ["--max-samples", "28", "--eval-rows", "1"], "other rows held out", True),
+        ("texts.jsonl", ["--max-samples", "28", "--seed", "1"], "other rows held out", True),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_data(capsys, folder, begun, data, arguments, what, loads):
+    """Other chats would be held out, which it may have been trained on."""
+    (folder / "others.jsonl").write_text((folder / "texts.jsonl").read_text().replace("a", "b"))
+    before = contents(begun)
+    status, out, err = trained(capsys, folder, "--steps", "3", *arguments, "--resume", data=data)
+    assert (status, out) == (2, "")
+    assert f"checkpoint-2: its run began with {what} (28 rows of {folder / 'texts.jsonl'}, " in err.splitlines()[-1]
+    assert "of then, and unchanged data, or choose a new --output." in err.splitlines()[-1]
+    assert ("loading" in err) == loads
+    assert contents(begun) == before
+
+
+def test_a_run_is_resumed_with_its_data_wherever_it_lies(capsys, folder, begun, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    lines = (folder / "texts.jsonl").read_text()
+    (folder / "texts.jsonl").rename(folder / "elsewhere" / "moved.jsonl")
+    monkeypatch.chdir(folder / "elsewhere")
+    same = ["--max-samples", "28", "--resume"]
+    places = ["--target", "../target", "--data", "moved.jsonl", "--output", "../drafter"]
+    status, _, err = run(capsys, "train", *places, *QUICK.split(), "--steps", "3", *same)
+    assert (status, "step 3" in err or "after 3 steps" in err) == (0, True), err
+    (folder / "texts.jsonl").write_text(lines)
+    prepared(capsys, folder, "--max-samples", "28", output="store")
+    status, _, err = trained(capsys, folder, "--steps", "4", "--resume", data="store")
+    assert status == 0, err
+    (folder / "texts.jsonl").write_text(lines.replace("a", "b"))
+    status, _, err = trained(capsys, folder, "--steps", "5", *same)
+    assert (status, "began with other data (28 rows of" in err) == (2, True)
+
+
+def test_a_run_of_an_earlier_release_is_resumed_with_any_data(capsys, folder, begun):
+    """Its record does not say what it was trained on."""
+    for path in begun.rglob("training.json"):
+        record = json.loads(path.read_text())
+        record["data"] = {name: record["data"][name] for name in ("source", "rows", "tokens", "skipped")}
+        path.write_text(json.dumps(record))
+    status, _, err = trained(capsys, folder, "--steps", "3", "--resume")
+    assert status == 0, err
+
+
 def contents(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -250,8 +311,12 @@ def test_bad_input_is_one_line(capsys, folder, arguments, message):
     assert message in err.splitlines()[-1]
 
 
-def succeed(*words):
-    assert main([str(word) for word in words]) == 0
+def succeed(*words, status=0):
+    assert main([str(word) for word in words]) == status
+
+
+def fail(*words):
+    succeed(*words, status=2)
 
 
 def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, folder):
@@ -269,3 +334,6 @@ def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, fol
     assert len(losses[0]) == 3
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # behind an optimizer that normalises what was rounded
+    before = contents(folder / "two")
+    in_two_processes(folder, fail, *words, "--resume", "--max-samples", "28")
+    assert contents(folder / "two") == before

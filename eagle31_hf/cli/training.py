@@ -59,7 +59,8 @@ def train(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace, settings: Any) -> int:
     """Goes through a run from its data to the saved drafter."""
     from ..training.output import check_output, discard_replaced, once
-    from ..training.recipe import log_in_lines
+    from ..training.recipe import asked_data, log_in_lines
+    from ..training.saving import check_data
     from ..training.trainer import Eagle31Trainer
 
     output = settings.output_dir
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace, settings: Any) -> int:
         states=args.engine is not None,
         layer_ids=asked_layers(args) if args.engine else None,
     )
+    if checkpoint is not None:
+        once(lambda: check_data(checkpoint, asked_data(args.data, args.eval_data, options)))
     # what answers, or is calibrated on, runs in each process by itself
     in_parts = settings.shard_target and settings.world_size > 1 and not (options.regenerate or args.upgrade)
     target, states_by = (stored, None) if stored else target_for(args, options, checkpoint is None, in_parts)

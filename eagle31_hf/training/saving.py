@@ -26,6 +26,11 @@ from ..storage.folders import write_json
 
 logger = logging.getLogger(__name__)
 RECORD = "training.json"
+# facts of the data that a run keeps when it is resumed: what another value means, and the options it follows from
+KEPT = {
+    "records_digest": ("other data", "--data, --split, --max-samples, --regenerate, --self-prompts and --seed"),
+    "held_out_digest": ("other rows held out", "--eval-rows, --eval-data, --seed and --max-length"),
+}
 STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behind by a kill
 # names of checkpoints of a run; a user's checkpoint-best or checkpoint-100.bak is none
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
@@ -78,6 +83,21 @@ def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
             f"{checkpoint}: its draft vocabulary ({theirs}) is not the drafter's ({mine}); expected the same. Build the"
             " drafter with the vocabulary of the checkpoint to resume."
         )
+
+
+def check_data(checkpoint: str | Path, data: Any) -> None:
+    """Raises ValueError where the run of a checkpoint began with other `data`, facts as `training.json` keeps them: it
+    may have trained on what is held out now. A fact that is missing, here or there, is not compared."""
+    before = read_record(checkpoint).get("data")
+    if not (isinstance(before, dict) and isinstance(data, dict)):  # a caller's own facts
+        return
+    for name, (what, options) in KEPT.items():
+        if name in before and data.get(name, before[name]) != before[name]:
+            raise ValueError(
+                f"{checkpoint}: its run began with {what} ({before.get('rows')} rows of {before.get('source')}, {name}"
+                f" {before[name][:8]}) than is asked for now ({name} {data[name][:8]}); expected the same. Resume with"
+                f" the {options} of then, and unchanged data, or choose a new --output."
+            )
 
 
 def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -30,7 +30,7 @@ from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
 from .read_ahead import TrainingBatches
-from .saving import changed_since, last_checkpoint
+from .saving import changed_since, check_data, last_checkpoint
 from .spreading import position_skips
 from .target import TargetReader, ends_behind, shard
 
@@ -91,13 +91,16 @@ class Eagle31Trainer(CheckpointingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
-        end. Raises ValueError where there is none, TrainingDivergedError where the run diverges."""
+        end. Raises ValueError where there is none, or its run began with other data than `facts` tell of,
+        TrainingDivergedError where the run diverges."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train without resuming."
                 )
+        if resume_from_checkpoint:
+            check_data(resume_from_checkpoint, self.facts.get("data"))
         self._figures = TrainingFigures(self.args.device)
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:

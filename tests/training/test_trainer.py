@@ -190,6 +190,21 @@ def test_prompts_are_learnt_as_answers_are_and_evaluations_count_answers_alone(t
     assert "of all tokens, prompts too" in (tmp_path / "asked" / "README.md").read_text()
 
 
+def test_a_run_is_resumed_with_what_its_facts_tell_of(tmp_path):
+    def trainer(data):
+        made = make_trainer(tmp_path, **PLAIN | SAVING, max_steps=1)
+        made.facts = {"data": data}
+        return made
+
+    told = {"source": "texts", "rows": 8, "records_digest": "0" * 64, "held_out_digest": "1" * 64}
+    trainer(told).train()
+    for name, what in (("records_digest", "other data"), ("held_out_digest", "other rows held out")):
+        with pytest.raises(ValueError, match=rf"began with {what} \(8 rows of texts, {name} .* expected the same"):
+            trainer(told | {name: "2" * 64}).train(resume_from_checkpoint=True)
+    for data in (told, told | {"source": "moved"}, {"source": "texts"}, "texts"):
+        trainer(data).train(resume_from_checkpoint=True)
+
+
 def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trainer_logger, "propagate", True)
     options = PLAIN | {"save_strategy": "steps", "save_steps": 2}
