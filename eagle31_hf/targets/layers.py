@@ -35,9 +35,10 @@ def decoder_of(target: PreTrainedModel) -> nn.Module:
     return target.get_decoder() if hasattr(target, "get_decoder") else target
 
 
-# Python modules whose hooks change nothing in a forward: this one, and the one of transformers whose hooks stay on
-# every layer once hidden states or attentions were asked for, and do nothing in calls that ask for none.
-OF_HARMLESS_HOOKS = (__name__, "transformers.utils.output_capturing")
+# Python modules whose hooks change nothing in a forward: our own, which act in those over their own call's cache, and
+# the one of transformers whose hooks stay on every layer once hidden states or attentions were asked for, and do
+# nothing in calls that ask for none.
+OF_HARMLESS_HOOKS = (__package__, "transformers.utils.output_capturing")
 # Packages whose hooks do the same whatever the rows of a module's input stand for: where a target has recurrent states,
 # the rows are the paths of a tree.
 OF_HOOKS_FOR_ANY_ROWS = ("eagle31_hf", "transformers")

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +111,9 @@ class Call:
 @dataclass(frozen=True)
 class Unsettled:
     """A forward over a chain whose tokens are not accepted yet: what each mixer was called with, and the states after
-    all of them."""
+    all of them. It may outlive the target, which mixers may refer to."""
 
-    calls: list[tuple[nn.Module, Call]]
+    calls: list[tuple[ref[nn.Module], Call]]
     after_all: Scratch
 
 
@@ -175,6 +175,7 @@ class Mixers:
         self._due: dict[nn.Module, list[Call]] = {}  # over accepted tokens, which are not in the cache's states yet
         self._awaited: Scratch | None = None  # with which a mixer is run now, over all tokens or the last one
         self._earlier: list[Any] = []  # its outputs for the tokens before that
+        self._untold: set[nn.Module] = set()  # of which `differs_by_steps` was tried in vain: not again in this call
         self._linear: NotedOutputs | GivenOutputs | None = None  # notes outputs of linear layers, or gives them again
 
     def __enter__(self) -> "Mixers":
@@ -261,7 +262,7 @@ class Mixers:
         What is captured cannot wait for the next forward, as `commit` does."""
         scratch, self._scratch = self._scratch, None
         calls, self._calls = self._calls, []
-        return None if scratch is None else Unsettled(calls, scratch)
+        return None if scratch is None else Unsettled([(ref(module), call) for module, call in calls], scratch)
 
     def settle(self) -> None:
         """Has the cache hold the states after all accepted tokens."""
@@ -318,7 +319,7 @@ class Mixers:
         rest = slice(None)
         goes_by_steps = call.num_tokens > 1 and self.differs_by_steps(module, call, scratch.cache)
         if self._linear is not None:  # only now: what a trial gives is not to be noted
-            self._linear.begin(call.outputs)
+            self._linear.begin(call.outputs, (call.num_rows, 1 if goes_by_steps else call.num_tokens))
         if goes_by_steps:
             for i in range(call.num_tokens - 1):
                 args, kwargs = call.over(slice(i, i + 1), scratch)
@@ -335,12 +336,13 @@ class Mixers:
         found = _differs_by_steps.setdefault(module, {})
         like = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor))
         kind = like.device, like.dtype
-        if kind not in found:
+        if kind not in found and module not in self._untold:
             trials = [_try_steps(module, call, states, *tried) for tried in TRIED]
             if None in trials:
-                return True
-            found[kind] = any(trials)
-        return found[kind]
+                self._untold.add(module)
+            else:
+                found[kind] = any(trials)
+        return found.get(kind, True)
 
 
 def _try_steps(module: nn.Module, call: Call, states: Any, tokens: list[int], scale: float) -> bool | None:

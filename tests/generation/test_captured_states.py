@@ -1,13 +1,16 @@
 """Captured rounds of targets with recurrent states: what `Round.keep` leaves of these is what plain decoding leaves."""
 
+import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from batches import known_prompts, left_padded
+from conftest import PROMPT
 from families import build_drafter, build_target
-from observers import num_hooks
+from observers import Puts, num_hooks
 from recorded import Recorded
 from states import KINDS, assert_same_states
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +96,170 @@ def test_a_capture_that_fails_leaves_the_states_of_what_is_committed(fails_at):
     assert text.tolist() == pair[0].generate(**options, past_key_values=plain).tolist()
     assert any("capturing failed" in each for each in stats.executions)
     assert_same_states(own, plain)
+
+
+class Interrupts(Puts):
+    """Raises KeyboardInterrupt at the `number`-th call."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.left = number
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class InterruptedAfter(Recorded):
+    """Is interrupted just after the `number`-th replay of a part that keeps states."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.left = number
+
+    def capture(self, function, part):
+        replay = super().capture(function, part)
+
+        def interrupted():
+            replay()
+            self.left -= part.startswith("keep")
+            if self.left == 0 and part.startswith("keep"):
+                raise KeyboardInterrupt
+
+        return interrupted
+
+
+@pytest.mark.parametrize("place", ["streamer", "replay"])
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "LFM2"])
+def test_after_an_interruption_the_cache_holds_the_accepted_tokens(name, turn, place):
+    pair = pair_of(name)
+    target = pair[0]
+    own, plain = (DynamicCache(config=target.config) for _ in range(2))
+    text = torch.tensor(known_prompts(target, 7))
+    if turn == 2:
+        text = target.generate(text, max_new_tokens=4, do_sample=False, **cache_argument(target.forward, own))
+        text = torch.cat((text, torch.tensor([[3, 1]])), dim=1)
+    options = {"inputs": text, "attention_mask": torch.ones_like(text), "max_new_tokens": 20, "do_sample": False}
+    options |= cache_argument(target.forward, own)
+    for number in (2, 3, 4):
+        way = InterruptedAfter(1) if place == "replay" else Recorded()
+        with pytest.raises(KeyboardInterrupt):
+            decode(pair, way, **options, streamer=Interrupts(number if place == "streamer" else 99))
+        held = own.get_seq_length()
+        whole = target.generate(text, max_new_tokens=24, do_sample=False)
+        plain = DynamicCache(config=target.config)
+        given = {"max_new_tokens": held - text.shape[1] + 1, "do_sample": False}
+        target.generate(text, **given, **cache_argument(target.forward, plain))
+        assert_same_states(own, plain)
+        options["inputs"] = text = whole[:, : held + 1]
+        options["attention_mask"] = torch.ones_like(text)
+        release()
+
+
+class InPlace(torch.nn.Module):
+    """A layer as adapters make them: what they add is written into the output."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        output = self.layer(x)
+        output *= 1.3
+        return output
+
+
+class PerHead(torch.nn.Module):
+    """A layer over heads, whose inputs (B N, heads, D) have as many dimensions as those over tokens."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        self.layer = layer
+        width = layer.out_features // 2
+        self.head = torch.nn.Linear(width, width, bias=False)  # padding is to stay zero
+
+    def forward(self, x):
+        output = self.layer(x)
+        return self.head(output.reshape(-1, 2, output.shape[-1] // 2)).reshape(output.shape)
+
+
+class ByName(torch.nn.Module):
+    """A layer that names its arguments."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, weight=self.weight)
+
+
+@pytest.mark.parametrize("kind", [InPlace, PerHead, ByName])
+def test_layers_of_other_kinds(kind):
+    target = copy.deepcopy(build_target("Qwen3-Next", "sdpa"))
+    torch.manual_seed(0)
+    for layer in target.model.layers[::2]:
+        layer.linear_attn.in_proj_qkvz = kind(layer.linear_attn.in_proj_qkvz)
+    pair = target, build_drafter("Qwen3-Next")
+    options = asked(target, 5, 9)
+    text, stats = decode(pair, Recorded(), **options)
+    assert text.tolist() == target.generate(**options).tolist()
+    assert set(stats.executions) == {AS_RECORDED}
+
+
+def test_a_mixer_that_gives_zero_is_captured():
+    """It does not tell whether several tokens are as one by one, so it goes one by one, and is not tried while
+    capturing."""
+    target = copy.deepcopy(build_target("Qwen3-Next", "sdpa"))
+    target.model.layers[0].linear_attn.out_proj.weight.data.zero_()
+    pair, options = (target, build_drafter("Qwen3-Next")), asked(target, 5)
+    text, stats = decode(pair, Recorded(), **options)
+    assert text.tolist() == target.generate(**options).tolist()
+    assert set(stats.executions) == {AS_RECORDED}
+
+
+def test_threads_that_share_a_target_are_captured():
+    """The hooks that one call has on the target do not keep another one from captured rounds."""
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 5)
+    expected = pair[0].generate(**options).tolist()
+    decode(pair, Uncaptured(), **options)
+    executions, way = set(), Uncaptured()
+
+    def text(_):
+        with track_acceptance() as stats:
+            found = pair[0].generate(**options, assistant_model=pair[1], **CHAIN).tolist()
+        executions.update(stats.executions)
+        return found
+
+    with seams(lambda device: way), ThreadPoolExecutor(3) as pool:
+        assert all(found == expected for found in pool.map(text, range(9)))
+    assert executions == {f"as {Uncaptured.name}"}
+
+
+def test_what_keeps_states_fails(monkeypatch):
+    """Captured or not: the rest of the text is decoded eagerly, from states that are made anew."""
+    pair = pair_of("Qwen3-Next")
+    options = asked(pair[0], 9)
+    monkeypatch.setattr(Round, "keep", lambda self, plan, count: [][count])
+    own = DynamicCache(config=pair[0].config)
+    text, stats = decode(pair, Recorded(), **options, past_key_values=own)
+    assert text.tolist() == pair[0].generate(**options).tolist()
+    assert any("capturing failed (IndexError" in each for each in stats.executions)
+
+
+def test_a_target_that_a_mixer_refers_to_is_freed():
+    target = copy.deepcopy(build_target("Qwen3-Next", "sdpa"))
+    drafter = build_drafter("Qwen3-Next")
+    target.model.layers[0].linear_attn.__dict__["whole"] = target
+    ids = torch.tensor(PROMPT)  # not `asked`, which keeps what it has asked
+    decode((target, drafter), Recorded(), inputs=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+    left = weakref.ref(target)
+    del target
+    gc.collect()
+    assert left() is None
 
 
 # --- faults, each of captured rounds alone ---

@@ -22,12 +22,12 @@ FEW_ROWS = 8  # up to which numbers of rows are powers of two; beyond, multiples
 
 @dataclass
 class Carry:
-    """All but `states`, `noise` and `rope` are int64.
+    """All but `states`, `is_behind`, `noise` and `rope` are int64.
 
     `text` (B, C): the tokens so far; `length` (B, 1): how many they are, left padding included; the last one's key is
     not in the cache yet. `going` (B, 1): 0 for a sequence that has ended, and for an idle row. Not read by the drafter
     yet: the target's states (B, M, n*ht), and the tokens after them (B, M), `count` (B, 1) of each sequence; so many
-    tokens recurrent states are to be advanced over.
+    tokens recurrent states are to be advanced over, where `is_behind` (B, 1), bool.
 
     `padding` (B, 1): tokens of left padding; `position` (B, 1), or (axes, B, 1): what is added to a slot to give the
     target's position; `most_position`, of the same shape: the greatest one it may be asked for; `first_slot` (B, 1): of
@@ -41,6 +41,7 @@ class Carry:
     length: Tensor
     going: Tensor
     count: Tensor
+    is_behind: Tensor
     tokens: Tensor
     states: Tensor
     padding: Tensor
@@ -59,10 +60,12 @@ class Carry:
         shapes: dict[str, tuple[int, ...]] = {"text": (num_rows, capacity), "tokens": (num_rows, width)}
         shapes |= dict.fromkeys(("position", "most_position"), positions)
         names = [f.name for f in fields(cls) if f.name not in ("states", *OPTIONAL)]
-        integers = {
-            name: torch.zeros(shapes.get(name, (num_rows, 1)), dtype=torch.long, device=device) for name in names
+        dtypes = {"is_behind": torch.bool}
+        tensors = {
+            name: torch.zeros(shapes.get(name, (num_rows, 1)), dtype=dtypes.get(name, torch.long), device=device)
+            for name in names
         }
-        return cls(**integers, states=like.new_zeros(num_rows, width, like.shape[-1]))
+        return cls(**tensors, states=like.new_zeros(num_rows, width, like.shape[-1]))
 
     @property
     def width(self) -> int:
@@ -76,7 +79,7 @@ class Carry:
     def rest(self) -> None:
         """Makes all rows idle: each holds a text of one token that has ended. States of an earlier call may not be
         finite."""
-        for name in ("going", "count", "padding", "first_slot", "position", "most_position", "states"):
+        for name in ("going", "count", "is_behind", "padding", "first_slot", "position", "most_position", "states"):
             getattr(self, name).zero_()
         self.length.fill_(1)
 
@@ -93,13 +96,14 @@ class Carry:
                 self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
     def add_noise(self, noise: Noise, lengths: list[int], begins: list[int]) -> list[int]:
-        """Adds the noise of slots from `begins[b]` on, as far as two rounds may draw for texts of these lengths.
-        Returns the first slot of each sequence whose noise is lacking then."""
+        """Adds the noise of slots from `begins[b]` on, as far as two rounds may draw for texts of these lengths;
+        that of their own tokens is forgotten. Returns the first slot of each sequence whose noise is lacking then."""
         assert self.noise is not None
         ends = [max(begin, length + 2 * self.width) for begin, length in zip(begins, lengths, strict=True)]
         for b, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             for slot in range(begin, end):
                 self.noise[b, slot % self.noise.shape[1]].copy_(noise.of_slot(b, slot))
+        noise.forget(lengths)
         return ends
 
     def copied(self) -> dict[str, Tensor]:

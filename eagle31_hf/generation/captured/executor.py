@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ...cache import adopt as cache
+from ...targets.probe import FAILURES
 from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
@@ -38,13 +39,10 @@ class CapturedExecutor:
 
     def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
         self.eager = eager
-        self.sequences = eager.sequences
-        self.recorder = eager.recorder
-        self.rounds = rounds
-        self.carry = rounds.carry
+        self.sequences, self.recorder = eager.sequences, eager.recorder
+        self.rounds, self.carry = rounds, rounds.carry
         self.seam = seam
-        self.captured = captured
-        self.failures = failures
+        self.captured, self.failures = captured, failures
         self.state_keeper = StateKeeper(rounds)
         self.has_failed = False
         self.was_short = False  # as the eager executor's
@@ -98,7 +96,7 @@ class CapturedExecutor:
     def _capture(self, plan: Plan) -> None:
         """Captures what is missing: what keeps the states of the last round, and the plan's draft and verify."""
         rounds = self.rounds
-        parts: list[Part] = [*self.state_keeper.parts().values()]
+        parts: list[Part] = self.state_keeper.parts()
         parts += [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
         for part, of, function in parts:
             if (part, of) in self.captured:
@@ -165,8 +163,8 @@ class CapturedExecutor:
         ends = Ends(self.eager.stopping, sequences)
         accepted = self.eager.sampler.walked(sequences, drafts, spoiled, choices, ends)
         has_ended = ends.finished != sequences.finished
-        sequences.grow([len(tokens) for tokens in accepted.tokens], ends.finished)
         self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
+        sequences.grow(self.num_unread, ends.finished)
         self.state_keeper.note_accepted(plan, self.num_unread)
         if has_ended:  # with the last of their tokens states are advanced to there
             self.carry.send("going", [not finished for finished in ends.finished])
@@ -200,18 +198,22 @@ class CapturedExecutor:
 
     def _add_noise(self) -> None:
         """Adds the noise of all slots that the round under way and the next one may draw at."""
-        noise, lengths = self.eager.sampler.noise, self.sequences.lengths.host
+        noise = self.eager.sampler.noise
         if noise is not None:
-            self.next_noise = self.carry.add_noise(noise, lengths, self.next_noise)
-            noise.forget(lengths)
+            self.next_noise = self.carry.add_noise(noise, self.sequences.lengths.host, self.next_noise)
 
     def _hand_back(self, reason: str) -> None:
         """Leaves the rest of the call to the eager executor."""
         self.failures.append(reason)
-        logger.warning("EAGLE drafting: rounds run eagerly: %s.", self.failures[-1])
+        logger.warning("EAGLE drafting: rounds run eagerly: %s.", reason)
         self.has_failed = True
-        self.recorder.execution = f"eagerly: {self.failures[-1]}"
-        self._give_back()
+        self.recorder.execution = f"eagerly: {reason}"
+        try:
+            self._give_back()
+        except FAILURES:  # what keeps states fails, captured or not
+            self.state_keeper.forget()
+            self._give_back()
+            write_cache_again(self.eager)
         self.eager.was_short = self.was_short
         self.eager.holds_drafts = True  # rejected ones, past the end of the drafter's cache
 

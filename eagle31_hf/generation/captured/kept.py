@@ -100,6 +100,7 @@ class Kept:
         """A context in which both caches of a call lie in the arenas: the target's side and the drafter's, whose cache
         ends with the call."""
         runner, drafting = eager.runner, eager.proposer.runner
+        in_slots = runner.placement  # that `adopt.slots` made, and asks in the end
         num_rows = len(eager.sequences)
         self.seam.wait_for_last()
         try:
@@ -110,6 +111,7 @@ class Kept:
             target = Side(runner.target, runner.past_key_values, of_target, self.arenas[0], states, runner.mixers)
             yield target, Side(drafting.drafter, drafting.past_key_values, of_drafter, self.arenas[1])
         finally:
+            in_slots.has_accepted = runner.placement.has_accepted
             leave_arena(runner.past_key_values)  # before the next call may have it
             self.seam.note_last()
 

@@ -51,6 +51,8 @@ class Round(Drafting):
         places = slots[:, : ids.shape[1]] if drafts.is_chain else starts + drafts.depths
         logits, states = self._run_target(ids, starts, places, drafts)
         self.unsettled[plan] = self.parts.target.mixers.take_unsettled()
+        if self.unsettled[plan] is not None:
+            carry.is_behind.fill_(True)
         chosen, lawful = self._chosen(logits, drafts)
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
         self.verified[plan] = Verified(logits, states, chosen, spoiled)
@@ -76,8 +78,10 @@ class Round(Drafting):
         if count < plan.depth + 1:
             scratch = Scratch(side.arena.states)
             for module, call in unsettled.calls:
-                side.mixers.run_again(module, call.first(count), scratch)
-        side.arena.states.advance(scratch, self.carry.count == count)
+                side.mixers.run_again(module(), call.first(count), scratch)
+        is_row = (self.carry.count == count) & self.carry.is_behind
+        side.arena.states.advance(scratch, is_row)
+        self.carry.is_behind.logical_and_(~is_row)  # a part that is run again, after an error, does nothing
 
     def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""

@@ -25,13 +25,13 @@ class StateKeeper:
         if self.rounds.unsettled[plan] is not None:
             self.plan, self.counts = plan, list(counts)
 
-    def parts(self) -> dict[int, Part]:
-        """The parts that `keep` is about to run, by the count of tokens."""
+    def parts(self) -> list[Part]:
+        """The parts that `keep` is about to run."""
         plan = self.plan
         if plan is None:
-            return {}
+            return []
         counts = sorted({*self.counts} - {0})
-        return {count: (f"keep {count}", plan, partial(self.rounds.keep, plan, count)) for count in counts}
+        return [(f"keep {count}", plan, partial(self.rounds.keep, plan, count)) for count in counts]
 
     def rows(self, part: Part) -> set[int]:
         """The sequences whose states a part advances."""
@@ -39,9 +39,8 @@ class StateKeeper:
 
     def keep(self, run: Callable[[Part], None]) -> None:
         """Advances the states over all tokens that are committed; `run` runs each part."""
-        for count, part in self.parts().items():
+        for part in self.parts():
             run(part)
-            self.counts = [0 if each == count else each for each in self.counts]  # not again after an error
         self.forget()
 
     def forget(self) -> None:
