@@ -174,4 +174,5 @@ def moved(model: nn.Module) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None and not isinstance(tensor, Held):
                     tensors[name] = Held(tensor.data)
+                    tensors[name]._is_param = isinstance(tensor, nn.Parameter)  # as torch marks other subclasses
     return model
