@@ -11,6 +11,7 @@ from recurrent_families import RECURRENT_FAMILIES
 from transformers import PreTrainedModel
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
+from eagle31_hf.cache.states import HAS_METHODS
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 
 AS_TENSORS = f"as {Uncaptured.name}"
@@ -48,6 +49,8 @@ EAGER = {
 }
 if Version(transformers.__version__) >= Version("5.24"):  # they attend by its common interface
     del EAGER["GPT-J"], EAGER["CodeGen"]
+if not HAS_METHODS:
+    EAGER |= dict.fromkeys(RECURRENT_FAMILIES, "layers")
 if Version(transformers.__version__) < Version("5.23"):  # sdpa leaves out the softcap there, and the probe sees it
     EAGER |= dict.fromkeys(("Gemma2, window, softcap", "VaultGemma, window, softcap"), "arena")
 FAMILIES_TRIED = [name for name, family in FAMILIES.items() if REFUSED not in (family.chain, family.tree)]
@@ -84,7 +87,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES, ids=lambda value: value)
 def test_text_of_every_family(name, way):
     plan, sampling, is_batch = WAYS[way]
-    has_states = name in RECURRENT_FAMILIES
+    has_states = HAS_METHODS and name in RECURRENT_FAMILIES
     plan = "chain" if has_states and is_batch else plan
     target, drafter = models(name)
     ids = torch.tensor(PROMPT)
