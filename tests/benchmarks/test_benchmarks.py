@@ -15,6 +15,8 @@ import training
 import turns
 from programs import forkserver
 
+from eagle31_hf import demo
+
 
 def figures_of(capsys, benchmark, *arguments: str) -> dict:
     """Runs a benchmark; returns the figures it prints."""
@@ -66,6 +68,13 @@ def test_bench_sampling_counts_both_kinds(capsys):
     assert len(lengths) == 6
     assert lengths[5, "rejection"] != lengths[5, "shared noise"]
     assert min(lengths.values()) >= 1
+
+
+def test_bench_sampling_times_a_pair(capsys):
+    pair = [str(demo.FOLDER / name) for name in ("target", "eagle31")]
+    result = figures_of(capsys, sampling, "--pair", *pair, "--seeds", "1", "--max-new-tokens", "4")
+    assert [run["way"] for run in result["runs"]] == [*sampling.WAYS]
+    assert all(run["tokens_per_second"] > 0 for run in result["runs"])
 
 
 def test_bench_engine_accepts_what_was_decreed(capsys):
