@@ -15,6 +15,8 @@ docs/benchmarks.md show (`python docs/tables.py`).
 
 import argparse
 import json
+import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,16 +36,22 @@ DTYPES = {
 # Contexts are made of a set's own prompts: only articles are long enough.
 CONTEXTS = {("sum", "bfloat16"): ("--lengths", "512", "1024", "2048", "4096")}
 ALL = "all"  # of the sets that are asked for, in the names of vLLM's reports
-VLLM = ("--depths", "2", "3", "--trees", "--no-perturbations", "--engine", "vllm", "--engine-python")
+VLLM = ("--depths", "2", "3", "--trees", "--no-perturbations", "--python")
 KEPT_FACTS = ("processor", "cores", "threads", "torch", "transformers", "new tokens a prompt", "prompts")
 
 
-def report(folder: Path, names: dict[str, str], *options: object) -> dict[str, Any]:
-    """Runs `eagle31 bench acceptance` into a folder; what has been measured there, of the same models, is not measured
-    again. Returns the figures that the tables show."""
+def ours(arguments: list[str]) -> int:
+    return eagle31(["bench", "acceptance", *arguments])
+
+
+def report(
+    folder: Path, names: dict[str, str], *options: object, run: Callable[[list[str]], int] = ours
+) -> dict[str, Any]:
+    """Runs `eagle31 bench acceptance`, or the same of vLLM, into a folder; what has been measured there, of the same
+    models, is not measured again. Returns the figures that the tables show."""
     print(folder.name, flush=True)
     resumed = ("--resume",) if folder.exists() else ()
-    if status := eagle31(["bench", "acceptance", "--output", str(folder), *map(str, options), *resumed]):
+    if status := run(["--output", str(folder), *map(str, options), *resumed]):
         raise SystemExit(status)
     return figures(json.loads((folder / "report.json").read_text(encoding="utf-8")), names)
 
@@ -131,9 +139,11 @@ def main() -> None:
             lines = [line for file in files.values() for line in first_lines(file, int(args.num_prompts))]
             questions.write_text("".join(lines), encoding="utf-8")
             prompts = (len(lines), "--prompts", questions)
-            found[key] = report(
-                args.work / key, {Path(args.eagle31).name: "EAGLE 3.1"}, *given, *prompts, *VLLM, args.vllm_python
-            )
+            sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+            from vllm_acceptance import main as vllm
+
+            options = (*given, *prompts, *VLLM, args.vllm_python)
+            found[key] = report(args.work / key, {Path(args.eagle31).name: "EAGLE 3.1"}, *options, run=vllm)
             replace_json(output, found)
 
 

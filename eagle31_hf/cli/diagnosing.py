@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from ..reports.plots import check_installed
 from ..reports.prompts import NAMED_SETS, Prompts, Renderer
 from ..reports.rivals import RIVALS
 from ..reports.text import terminal
-from ..reports.vllm_study import VllmStudy
 from ..reports.writing import write_report
 from ..storage.fingerprints import digest, weights_fingerprint
 from ..targets.context import context_of
@@ -74,13 +73,19 @@ def drift(args: argparse.Namespace) -> int:
     return 0
 
 
-def bench(args: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Elsewhere:
+    """An engine that decodes chains in place of generate(): its `name`, and what makes a study as `AcceptanceStudy`."""
+
+    name: str
+    study: Callable[..., AcceptanceStudy]
+
+
+def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
     """Measures acceptance and speed and shows them; with --output also writes the report."""
     for option, deepest in (("--depth", args.depth), ("--depths", max(args.depths))):
         if deepest > MAX_DEPTH:
             raise ValueError(f"{option}: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
-    if args.rivals and args.engine:
-        raise ValueError(f"--rivals are ways of transformers, and --engine is {args.engine}; expected one of the two.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
@@ -90,7 +95,7 @@ def bench(args: argparse.Namespace) -> int:
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
     settings = Settings(
-        ways=(*chains, *([] if args.engine else [*trees, AUTO_SHAPE])),  # vLLM drafts chains alone
+        ways=(*chains, *([] if elsewhere else [*trees, AUTO_SHAPE])),
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
         lengths=tuple(dict.fromkeys(args.lengths)),
@@ -102,12 +107,11 @@ def bench(args: argparse.Namespace) -> int:
     facts = facts_of(args, target, prompts, drafters)
     facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
     facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
-    facts |= {"perturbations": settings.has_perturbations, "decoded by": args.engine or "generate()"}
+    facts |= {"perturbations": settings.has_perturbations, "decoded by": elsewhere.name if elsewhere else "generate()"}
 
     def make(journal: Journal) -> Report:
-        about = target, prompts, journal, counted, settings, drafters
-        python = args.engine_python or sys.executable
-        study = VllmStudy(*about, args.target, python) if args.engine else AcceptanceStudy(*about)
+        make_study = elsewhere.study if elsewhere else AcceptanceStudy
+        study = make_study(target, prompts, journal, counted, settings, drafters)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, args.against))
@@ -236,8 +240,6 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         help="speculation of transformers itself to measure besides, by the text's own words or with the drafter in its"
         " own loop (default: none)",
     )
-    parser.add_argument("--engine", choices=("vllm",), help="decode by an installed vLLM, in place of generate()")
-    add_path(parser, "--engine-python", "the Python that vLLM is installed for", metavar="PYTHON")
     add_path(parser, "--against", "an earlier report.json, to say what changed", metavar="FILE")
 
 

@@ -1,6 +1,6 @@
 """The acceptance report of vLLM: its counts beside ours where a vLLM is named, and what is told where there is none.
 
-VLLM_PYTHON=/path/to/python pytest tests/reports/test_vllm_study.py
+VLLM_PYTHON=/path/to/python pytest tests/benchmarks/test_vllm_acceptance.py
 """
 
 import json
@@ -10,19 +10,23 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
+import vllm_acceptance
+from vllm_acceptance import rounds_of
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
 from eagle31_hf.reports.acceptance_study import WARM_UP
-from eagle31_hf.reports.vllm_study import rounds_of
 
 PAIR = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31"), "--dtype", "float32"]
 PROMPTS = ["--prompts", "python", "--num-prompts", "2", "--max-new-tokens", "24", "--depths", "3", "--depth", "3"]
 VLLM = os.environ.get("VLLM_PYTHON")
 
 
+GIVEN = [*PAIR, *PROMPTS, "--trees", "--no-perturbations"]
+
+
 def acceptance(*words):
-    return main(["bench", "acceptance", *PAIR, *PROMPTS, "--trees", "--no-perturbations", *words])
+    return vllm_acceptance.main([*GIVEN, *words])
 
 
 def test_rounds_are_counted_by_depth():
@@ -33,14 +37,14 @@ def test_rounds_are_counted_by_depth():
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_python_without_vllm_is_told(tmp_path, capsys):
-    assert acceptance("--engine", "vllm", "--output", str(tmp_path / "report")) == 1
+    assert acceptance("--output", str(tmp_path / "report")) == 1
     told = capsys.readouterr().err
     assert "No module named 'vllm'" in told
     assert "expected vLLM 0.32 or later" in told
-    assert "--engine-python" in told
+    assert "--python" in told
     left = [child for child in psutil.Process().children() if any("vllm_worker" in word for word in child.cmdline())]
     assert not left, "the process that could not start vLLM has ended"
-    assert acceptance("--engine", "vllm", "--engine-python", str(tmp_path / "none")) == 2
+    assert acceptance("--python", str(tmp_path / "none")) == 2
     assert "there is no such file" in capsys.readouterr().err
 
 
@@ -78,7 +82,7 @@ def test_an_engine_is_started_for_everybody_and_asked_what_is_not_known(tmp_path
     python.chmod(0o755)
     failing = tmp_path / "notes.failing"
     failing.touch()
-    words = ["--engine", "vllm", "--engine-python", str(python), "--output", str(tmp_path / "report")]
+    words = ["--python", str(python), "--output", str(tmp_path / "report")]
     words += ["--depth", "4", "--temperatures", "0.5", "--concurrency", "2"]
     assert acceptance(*words) == 1
     assert "vLLM: out of memory" in capsys.readouterr().err
@@ -105,9 +109,9 @@ def test_an_engine_is_started_for_everybody_and_asked_what_is_not_known(tmp_path
 @pytest.mark.skipif(VLLM is None, reason="VLLM_PYTHON names no Python with vLLM")
 def test_vllm_accepts_what_we_accept(tmp_path, capsys):
     """Of every prompt as many drafts in as many rounds, but for the last round, which vLLM counts in full."""
-    assert acceptance("--engine", "vllm", "--engine-python", VLLM, "--output", str(tmp_path / "vllm"), "--json") == 0
+    assert acceptance("--python", VLLM, "--output", str(tmp_path / "vllm"), "--json") == 0
     theirs = json.loads(capsys.readouterr().out)
-    assert acceptance("--json") == 0
+    assert main(["bench", "acceptance", *GIVEN, "--json"]) == 0
     ours = json.loads(capsys.readouterr().out)
     found, expected = (report["figures"]["eagle31"]["as served"]["3"] for report in (theirs, ours))
     for (accepted, rounds), (our_accepted, our_rounds) in zip(found["by_prompt"], expected["by_prompt"], strict=True):
@@ -115,6 +119,6 @@ def test_vllm_accepts_what_we_accept(tmp_path, capsys):
         assert abs(accepted - our_accepted) <= 3
     assert found["same_text"] == 2
     before = (tmp_path / "vllm" / "report.json").read_bytes()
-    again = ["--engine", "vllm", "--engine-python", "not/needed", "--output", str(tmp_path / "vllm"), "--resume"]
+    again = ["--python", "not/needed", "--output", str(tmp_path / "vllm"), "--resume"]
     assert acceptance(*again) == 0, "what was measured needs no engine"
     assert (tmp_path / "vllm" / "report.json").read_bytes() == before

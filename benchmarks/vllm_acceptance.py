@@ -1,10 +1,16 @@
-"""The acceptance report of vLLM: the same prompts, decoded by an installed vLLM with the exported drafters.
+"""The report of `eagle31 bench acceptance`, decoded by vLLM (0.32 or later) with the exported drafters.
 
-vLLM drafts chains of one depth, so there is an engine for every drafter and depth, one after another.
+    python benchmarks/vllm_acceptance.py --python VLLM/bin/python --target T --drafter D --prompts P ...
+
+`--python` is the Python that vLLM is installed for; all else is as the command takes it, but for rivals. vLLM drafts
+chains of one depth, so there is an engine for every drafter and depth, one after another: speed-ups are of one start
+over another.
 """
 
+import argparse
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,16 +18,20 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
-from ..checkpoints import export_checkpoint
-from ..checkpoints.export import vllm_speculation
-from ..storage.fingerprints import digest
-from ..training.engines import sampling_of
-from . import vllm_worker
-from .acceptance_study import TARGET_ALONE, WARM_UP, AcceptanceStudy, Condition, Who, label_of, row_of
-from .document import Generation
-from .figures import Row
-from .study import place
+import vllm_worker
+
+from eagle31_hf.checkpoints import export_checkpoint
+from eagle31_hf.checkpoints.export import vllm_speculation
+from eagle31_hf.cli import diagnosing
+from eagle31_hf.cli import main as eagle31
+from eagle31_hf.reports.acceptance_study import TARGET_ALONE, WARM_UP, AcceptanceStudy, Condition, Who, label_of, row_of
+from eagle31_hf.reports.document import Generation
+from eagle31_hf.reports.figures import Row
+from eagle31_hf.reports.study import place
+from eagle31_hf.storage.fingerprints import digest
+from eagle31_hf.training.engines import sampling_of
 
 VERSION = "0.32"  # the first that tells what each round accepted
 
@@ -52,7 +62,7 @@ class Worker:
         if "error" in answer:
             raise RuntimeError(
                 f"vLLM: {answer['error']}; expected vLLM {VERSION} or later, and a pair that it serves"
-                " (--engine-python PYTHON runs that of another environment)."
+                " (--python PYTHON runs that of another environment)."
             )
         return answer
 
@@ -154,3 +164,22 @@ def rounds_of(found: Mapping[str, Any]) -> dict[str, Any]:
         "drafted": [sum(count > k for count in drafted) for k in depths],
         "accepted": [sum(count > k for count in accepted) for k in depths],
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="eagle31 bench acceptance, decoded by vLLM", allow_abbrev=False)
+    parser.add_argument("--python", default=sys.executable, help="which vLLM is installed for (default: this)")
+    parser.add_argument("--target", required=True, help="folder or Hub repository of the target")
+    own, rest = parser.parse_known_args(arguments)
+    if "--rivals" in rest:
+        parser.error("--rivals are ways of transformers; expected none")
+
+    def study(*about: Any) -> VllmStudy:
+        return VllmStudy(*about, own.target, own.python)
+
+    with patch.object(diagnosing, "bench", partial(diagnosing.bench, elsewhere=diagnosing.Elsewhere("vllm", study))):
+        return eagle31(["bench", "acceptance", "--target", own.target, *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
