@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache.states import HAS_METHODS, StateArena
 from eagle31_hf.cache_names import cache_argument
-from eagle31_hf.generation.captured import seam
+from eagle31_hf.generation.captured import proof, seam
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.proof import ROUNDS
 from eagle31_hf.generation.captured.round import Round
@@ -352,6 +352,20 @@ def test_states_that_came_about_in_a_new_way_are_compared(monkeypatch):
     assert any("a captured round was wrong: its logits differ" in each for each in stats.executions)
     assert stats.executions[AS_RECORDED] > ROUNDS
     assert text.tolist() == expected
+
+
+def test_every_row_that_reads_new_states_is_compared(monkeypatch):
+    """Also one between the first and the last, which alone are compared otherwise."""
+    pair = pair_of("Qwen3-Next")
+    compared, compare = set(), proof._check_forward
+
+    def watched(*args):
+        compared.add(args[-2])
+        compare(*args)
+
+    monkeypatch.setattr(proof, "_check_forward", watched)
+    decode(pair, Recorded(), **asked(pair[0], 5, 9, 7))
+    assert compared == {0, 1, 2}
 
 
 @pytest.mark.parametrize("has_pools", [True, False])
