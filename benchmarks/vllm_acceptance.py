@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="which vLLM is installed for (default: this)")
     parser.add_argument("--target", required=True, help="folder or Hub repository of the target")
     own, rest = parser.parse_known_args(arguments)
-    if "--rivals" in rest:
+    if any(word.startswith("--rivals") for word in rest):
         parser.error("--rivals are ways of transformers; expected none")
 
     def study(*about: Any) -> VllmStudy:

@@ -1,5 +1,7 @@
 """Masks in the form a target takes them. B sequences, N new tokens."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +35,7 @@ def slot_masks(
         seen_from, end = cache.key_span(past_key_values, starts, mask.visible.shape[1], window)
         return mask.additive(end, target.dtype, seen_from, window)
 
-    by_window = {window: additive(window) for window in {*windows.values()}}
-    masks: dict[str, Any] = {kind: by_window[window] for kind, window in windows.items()}
-    if has_states:
-        masks |= dict.fromkeys(MASKLESS)
-    return masks.get(ALL_LAYERS, masks)
+    return _by_kind(windows, additive, has_states)
 
 
 def span_masks(
@@ -48,7 +46,12 @@ def span_masks(
     window goes, and the new tokens of their bits (B, N), all of which have to be in the window. `has_states`: whether
     some layers keep recurrent states, which take no mask."""
     windows = windows_of(target, has_states)
-    by_window = {window: spans_of(starts, begin, places, bits, window) for window in {*windows.values()}}
+    return _by_kind(windows, partial(spans_of, starts, begin, places, bits), has_states)
+
+
+def _by_kind(windows: dict[str, int | None], made: Callable[[int | None], Tensor], has_states: bool) -> Any:
+    """Masks in the form a target takes them, each of them `made` once for its window."""
+    by_window = {window: made(window) for window in {*windows.values()}}
     masks: dict[str, Any] = {kind: by_window[window] for kind, window in windows.items()}
     if has_states:
         masks |= dict.fromkeys(MASKLESS)

@@ -48,6 +48,12 @@ def test_a_python_without_vllm_is_told(tmp_path, capsys):
     assert "there is no such file" in capsys.readouterr().err
 
 
+def test_rivals_are_not_of_vllm(capsys):
+    with pytest.raises(SystemExit):
+        acceptance("--rivals=prompt-lookup")
+    assert "--rivals are ways of transformers" in capsys.readouterr().err
+
+
 # Answers as the worker does, each prompt with tokens of its own, and notes how it was started and what it was asked. It
 # fails at the fourth request where there is a file `failing` beside its notes.
 STAND_IN = """#!{python}

@@ -136,8 +136,7 @@ class InterruptedAfter(Recorded):
 def test_after_an_interruption_the_cache_holds_the_accepted_tokens(name, turn, place):
     pair = pair_of(name)
     target = pair[0]
-    own, plain = (DynamicCache(config=target.config) for _ in range(2))
-    text = torch.tensor(known_prompts(target, 7))
+    own, text = DynamicCache(config=target.config), torch.tensor(known_prompts(target, 7))
     if turn == 2:
         text = target.generate(text, max_new_tokens=4, do_sample=False, **cache_argument(target.forward, own))
         text = torch.cat((text, torch.tensor([[3, 1]])), dim=1)

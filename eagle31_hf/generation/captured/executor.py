@@ -103,7 +103,7 @@ class CapturedExecutor:
                 continue
             # Of a plan that has been proved the next round is compared, too, in the rows that read what is new.
             rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
-            rounds.unproved_rows |= self.state_keeper.rows((part, of, function))
+            rounds.unproved_rows |= self.state_keeper.rows(part)
             arena = rounds.parts.target.arena
             arena.keep_table()
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with

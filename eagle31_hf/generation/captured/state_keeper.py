@@ -31,11 +31,11 @@ class StateKeeper:
         if plan is None:
             return []
         counts = sorted({*self.counts} - {0})
-        return [(f"keep {count}", plan, partial(self.rounds.keep, plan, count)) for count in counts]
+        return [(_name(count), plan, partial(self.rounds.keep, plan, count)) for count in counts]
 
-    def rows(self, part: Part) -> set[int]:
-        """The sequences whose states a part advances."""
-        return {b for b, count in enumerate(self.counts) if part[0] == f"keep {count}"}
+    def rows(self, part: str) -> set[int]:
+        """The sequences whose states a part of this name advances."""
+        return {b for b, count in enumerate(self.counts) if part == _name(count)}
 
     def keep(self, run: Callable[[Part], None]) -> None:
         """Advances the states over all tokens that are committed; `run` runs each part."""
@@ -46,3 +46,7 @@ class StateKeeper:
     def forget(self) -> None:
         """Drops what is still to be done."""
         self.plan = None
+
+
+def _name(count: int) -> str:
+    return f"keep {count}"
