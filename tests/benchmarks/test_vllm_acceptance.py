@@ -95,6 +95,7 @@ def test_an_engine_is_started_for_everybody_and_asked_what_is_not_known(tmp_path
     failing.unlink()
     assert acceptance(*words, "--resume", "--json") == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["decoded by"] == "vllm"
     said = [json.loads(line) for line in notes.read_text().splitlines()]
     started, asked = ([one for one in said if ("speculation" in one) == is_start] for is_start in (True, False))
     depths = [one["speculation"] and one["speculation"]["num_speculative_tokens"] for one in started]

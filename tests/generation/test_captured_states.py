@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache.states import HAS_METHODS, StateArena
 from eagle31_hf.cache_names import cache_argument
-from eagle31_hf.generation.captured import proof, seam
+from eagle31_hf.generation.captured import kept, proof, seam
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.proof import ROUNDS
 from eagle31_hf.generation.captured.round import Round
@@ -96,6 +96,22 @@ def test_a_capture_that_fails_leaves_the_states_of_what_is_committed(fails_at):
     assert text.tolist() == pair[0].generate(**options, past_key_values=plain).tolist()
     assert any("capturing failed" in each for each in stats.executions)
     assert_same_states(own, plain)
+    assert [each.num_bytes() for each in kept._kept[pair[1]][pair[0]].values()] == [0]  # of what is given up
+
+
+@torch.no_grad()
+def test_idle_rows_are_as_before_the_first_token():
+    """Not what an earlier call of more sequences has left there, which may not be finite."""
+    target, arena = build_target("Qwen3-Next", "sdpa"), StateArena(3)
+    for lengths in ((5, 9, 7), (6,)):
+        ids, mask = left_padded(known_prompts(target, *lengths))
+        cache = DynamicCache(config=target.config)
+        target(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        arena.take_over(cache)
+        assert all(state[: len(lengths)].any() for state in arena.all())
+        assert not any(state[len(lengths) :].any() for state in arena.all())
+        for state in arena.all():
+            state.fill_(float("nan"))
 
 
 class Interrupts(Puts):
