@@ -551,6 +551,7 @@ def test_it_says_what_it_chose_and_why(world):
     words = planner.explain()
     for figure in ("target forwards take 1", "a draft step 1.", "tokens/s", "drafts a round: ", "by depth: "):
         assert figure in words, f"{figure!r} is not in {words!r}"
+    assert auto().explain() == "auto knows nothing yet: no round was timed"
 
 
 def test_a_fixed_plan_is_the_users():

@@ -159,7 +159,7 @@ class AutoPlanner(Planner):
         self.known.keep()
 
     def explain(self) -> str:
-        """What auto knows, and how many drafts it verified a round, in two lines for people."""
+        """What auto knows, and how many drafts it verified a round, in two lines for people; in one while it knows nothing."""
         known = self.known
         with known.lock:
             sizes = known.verify.known
@@ -169,6 +169,8 @@ class AutoPlanner(Planner):
             arms = known.exploration.arms.items()
             rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in arms if arm.rounds)
             rate = known.rate
+        if not sizes:
+            return "auto knows nothing yet: no round was timed"
         ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes
         verify = ", ".join(f"{1000 * seconds:.1f} ms for {count}" for count, seconds in ends)
         counts = self.drafts_by_count.most_common(3)
