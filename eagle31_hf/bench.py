@@ -60,8 +60,9 @@ class Shape:
         """The arguments of generate() that say so."""
         if self.is_auto:
             return dict(AUTO_KNOBS)
-        chain = {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k}
-        return chain if self.top_k == 1 else chain | {"draft_tree_total_tokens": self.total_tokens}
+        fixed = {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k, "prompt_lookup_num_tokens": 0}
+        fixed["assistant_confidence_threshold"] = 0.0
+        return fixed if self.top_k == 1 else fixed | {"draft_tree_total_tokens": self.total_tokens}
 
     @property
     def name(self) -> str:
@@ -207,6 +208,6 @@ def environment_of(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def synchronize() -> None:
-    """Waits for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Waits for every accelerator there is."""
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)

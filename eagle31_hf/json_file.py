@@ -125,3 +125,8 @@ def levels(value: Any) -> Iterator[list[Any]]:
 def show(text: str) -> str:
     """Returns the beginning of an untrusted text, escaped so that it is safe to print."""
     return ascii(text[:80])
+
+
+def finite(value: Any) -> Any:
+    """Returns a value as it is read from JSON, None in place of numbers that are not finite, which JSON has not."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

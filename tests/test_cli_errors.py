@@ -32,6 +32,8 @@ def made(tmp_path_factory, tokenizer) -> Path:
     shutil.copy(folder / "latin.jsonl", folder / "latin.txt")
     (folder / "deep.jsonl").write_text('{"text": "a\u2028b"}\n' + "[" * 50_000)
     (folder / "empty").mkdir()
+    shutil.copytree(folder / "target", folder / "refusing")
+    (folder / "refusing" / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
     return folder
 
 
@@ -59,6 +61,11 @@ BAD = {
     "no UTF-8": ([*GENERATE, "ab\udcff"], "prompt: character 3 is no UTF-8"),
     "no prompt": ([*GENERATE, ""], "makes no tokens"),
     "too long a prompt": ([*GENERATE, "abc" * 50], "prompt: has 150 tokens; expected fewer than 128"),
+    "a template that refuses": (
+        ["generate", "--target", "refusing", "--drafter", "drafter", "--chat", "abc"],
+        "template refused it: no chats",
+    ),
+    "an option of training": ([*ACCEPTANCE, "--processes", "2"], "unrecognized arguments: --processes 2"),
     "no chat template": ([*GENERATE, "--chat", "abc"], "has no chat template"),
     "negative temperature": (
         [*GENERATE, "--temperature", "-1", "abc"],

@@ -62,3 +62,4 @@ def test_prompts_are_distinct_parts_of_held_out_files(pair):
     prompts = demo.prompts(tokenizer, 2 * len(HELD_OUT), num_tokens=32)
     assert all(prompt.shape == (1, 32) for prompt in prompts)
     assert len({tuple(prompt[0].tolist()) for prompt in prompts}) == len(prompts)
+    assert {prompt.shape for prompt in demo.prompts(tokenizer, 300)} == {(1, 96)}  # more than the files are long

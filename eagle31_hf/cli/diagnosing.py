@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
 from ..generation.planning.calibration import MAX_DEPTH
-from ..modeling import Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..printable import printable
 from ..reports.acceptance_report import acceptance_report
 from ..reports.acceptance_study import AcceptanceStudy, Settings
@@ -61,7 +61,10 @@ def drift(args: argparse.Namespace) -> int:
     target, prompts = loaded(args, loads)
     lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
     lengths = tuple(sorted(set(lengths)))
-    facts = facts_of(args, target, prompts, {label: load() for label, load in loads.items()})
+    drafters = {label: load() for label, load in loads.items()}
+    for drafter in drafters.values():
+        refuse_parallel(drafter, "measured step by step")
+    facts = facts_of(args, target, prompts, drafters)
     facts |= {"depth": args.depth, "lengths": [*lengths], "interventions": not args.no_interventions}
 
     def make(journal: Journal) -> Report:
@@ -153,7 +156,7 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., Eagle31Draf
     """Returns the drafters by the labels they are shown under: a function that loads each, and takes fields of its
     config to change. Raises ValueError for two of one name."""
     sources = [args.drafter, *args.compare]
-    labels = [Path(source).name or source for source in sources]
+    labels = [printable(Path(source).name or source) for source in sources]
     if len(set(labels)) < len(labels):
         labels = sources
     if len(set(labels)) < len(labels):
@@ -172,9 +175,12 @@ def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> Prompts
     renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
     context = context_of(target)
     room = LARGEST if context is None else context
-    return Prompts(
+    prompts = Prompts(
         args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, split=args.split, report=progress
     )
+    for reason, count in prompts.skips.taken().items():
+        progress(f"left out {count:,}: {reason}")
+    return prompts
 
 
 def facts_of(

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints.knobs import LEAST, MAX_TOKENS
 from ..configuration import Eagle31Config
-from ..json_file import parse_value
+from ..json_file import finite, parse_value
 from ..names import refuse_unknown
 from ..printable import printable
 from ..training.engine_server import base_of
@@ -37,15 +37,7 @@ def show(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
 
 def to_json(value: Any) -> str:
     """Returns strict JSON, in printable ASCII: a figure that is not finite is null."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(value), allow_nan=False)
 
 
 class Parser(argparse.ArgumentParser):

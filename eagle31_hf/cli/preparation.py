@@ -233,10 +233,12 @@ def add_self_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which records of the data count."""
+    """Adds the options that say which records of the data count, and how many processes read them."""
     add_option(parser, "--split", str, "train", "of a dataset")
     what = "only the first N records of the data; a dataset of the Hub is streamed then, not downloaded whole"
     parser.add_argument("--max-samples", type=positive, metavar="N", help=what)
+    what = "so many tokenize where no answers are made (default: all cores)"
+    parser.add_argument("--processes", type=positive, metavar="N", help=what)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -262,13 +264,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of reading chats."""
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        metavar="N",
-        help="so many tokenize where no answers are made (default: all cores)",
-    )
+    """Adds the option of reading chats."""
     what = "what the chat template reads besides, as enable_thinking=false"
     add_assignments(parser, "--template-option", field, what)
 

@@ -12,6 +12,7 @@ from ..acceptance import by_position, track_acceptance
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
 from ..targets.context import context_of, room_for
+from ..training.skipped import refused_by
 from .loading import load_causal_lm, load_tokenizer
 from .pairs import add_pair, knobs_of, load_drafter, sampling_options
 from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
@@ -51,7 +52,7 @@ def generate(args: argparse.Namespace) -> int:
     options = knobs_of(args) | sampling_options(args)
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    streamer = None if args.json else PrintableStreamer(tokenizer, skip_prompt=True)
+    streamer = None if args.json else PrintableStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     new_tokens = _room(target, inputs["input_ids"].shape[1], args.max_new_tokens)
     with track_acceptance() as stats:
         sequence = target.generate(
@@ -77,9 +78,10 @@ def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
         )
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        with refused_by("template"):
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
     else:
         inputs = tokenizer(args.prompt, return_tensors="pt")
     if inputs["input_ids"].numel() == 0:

@@ -31,11 +31,12 @@ def prompts(tokenizer: PreTrainedTokenizerBase, count: int, num_tokens: int = 96
     """Returns `count` prompts (1, num_tokens) from the files held out of training.
 
     The files are used in turn. The first prompt of a file begins a third into it, each later one where the one before
-    ended.
+    ended, or, past the end, further to the front.
     """
     chosen = []
     for i in range(count):
         ids = tokenizer(held_out_file(HELD_OUT[i % len(HELD_OUT)]), return_tensors="pt")["input_ids"]
-        start = ids.shape[1] // 3 + (i // len(HELD_OUT)) * num_tokens
+        third = ids.shape[1] // 3
+        start = third + i // len(HELD_OUT) * num_tokens % max(1, 2 * third - num_tokens)
         chosen.append(ids[:, start : start + num_tokens])
     return chosen

@@ -40,13 +40,6 @@ def training_files() -> Iterator[str]:
 
 
 def held_out_file(name: str) -> str:
-    """Returns the text of one of `HELD_OUT`.
-
-    Raises FileNotFoundError for an interpreter without the source of its library.
-    """
-    path = stdlib() / name
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} not found: the demo reads the standard library's source; install it, or pass --prompt."
-        )
-    return path.read_text(encoding="utf-8")
+    """Returns the text of one of `HELD_OUT`. Raises FileNotFoundError for an interpreter without the source of its
+    library."""
+    return (stdlib() / name).read_text(encoding="utf-8")

@@ -51,5 +51,7 @@ def counts_of(stats: AcceptanceStats) -> dict[str, Any]:
 
 
 def chain_knobs(depth: int) -> dict[str, Any]:
-    """Returns the arguments of `generate` for chains of that depth, none ended earlier, whatever the drafter's own."""
-    return {"num_assistant_tokens": depth, "draft_tree_top_k": 1, "assistant_confidence_threshold": 0.0}
+    """Returns the arguments of `generate` for the drafter's chains of that depth, none ended earlier and none from the
+    text, whatever the drafter's own."""
+    chains = {"num_assistant_tokens": depth, "draft_tree_top_k": 1}
+    return chains | {"assistant_confidence_threshold": 0.0, "prompt_lookup_num_tokens": 0}

@@ -215,7 +215,7 @@ class AcceptanceStudy(Study):
         """Decodes a few tokens in every way: the first call takes longer than the others."""
         first = next(iter(condition.batches.values()))
         for generate in everybody:
-            self._new_tokens(generate, first, WARM_UP, condition.options)
+            self._new_tokens(generate, first, min(WARM_UP, self.settings.max_new_tokens), condition.options)
 
     def _decode(self, condition: Condition, number: int, who: Who, generate: Generate) -> Row:
         torch.manual_seed(number)  # of sampling

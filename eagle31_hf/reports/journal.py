@@ -78,16 +78,12 @@ def _whole_lines(file: Any) -> list[Any]:
     file.truncate(end)
     file.seek(end)
     try:
-        lines = [json.loads(line, parse_constant=_no_number) for line in data[:end].splitlines()]
+        lines = [json.loads(line) for line in data[:end].splitlines()]
         if not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no JSON object")
         return lines
     except ValueError as error:
         raise ValueError(f"{file.name}: is no journal of figures ({error}); name another folder.") from None
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no figure")
 
 
 def _check_same(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A report as a page: one HTML file that needs no network."""
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +21,9 @@ def page(report: Report, names: str, svg_of: Callable[[Chart | HeatMap], bytes])
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    picture = partial(_picture, svg_of)
-    return template.render(report=report, names=names, marks=MARKS, picture=picture, words=_words) + "\n"
+    picture, quoted = partial(_picture, svg_of), partial(json.dumps, ensure_ascii=False)
+    shown = template.render(report=report, names=names, marks=MARKS, picture=picture, words=_words, quoted=quoted)
+    return f"{shown}\n"
 
 
 def _words(text: str) -> Any:

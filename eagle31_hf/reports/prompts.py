@@ -1,6 +1,6 @@
 """The prompts a report is about: read from files and datasets, rendered as they are served. T tokens."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..demo.corpus import HELD_OUT, held_out_file
-from ..training.kinds import ANSWER_COLUMNS, Chat, Tokens, check_ids, parse_record, text_of
+from ..training.kinds import (
+    ANSWER_COLUMNS,
+    KINDS,
+    OF_NO_KIND,
+    Chat,
+    Tokens,
+    check_ids,
+    check_text,
+    parse_record,
+    text_of,
+)
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
 
@@ -30,7 +40,6 @@ NAMED_SETS = {
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # columns of datasets that ask a question, beside the kinds of training data
 QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
-TRAINING_DATA = ("messages", "conversations", "input_ids", "text")
 EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 # how a report says what `Prompts.lengthened` makes
 LENGTHENED = (
@@ -85,32 +94,38 @@ def resolved(name: str, split: str | None) -> tuple[str, str]:
 def source_of(record: Record) -> Source:
     """Makes a prompt of a record of training data, of which what the target would answer is left out, or of one that
     has nothing but a question or token ids. Raises Skipped for any other."""
-    name = _column_of(record)
-    asked = record[name]
-    if name in QUESTIONS:
-        turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
-        if not turns[0]:
-            raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
-        source = _asked(_with_context(turns[0], record))
-        return replace(source, later=tuple(filter(None, turns[1:]))) if turns[1:] else source
-    if name == "input_ids" and isinstance(asked, list) and not any(mark in record for mark in ANSWER_COLUMNS):
-        record = {**record, "answers": [0] * len(asked)}
-    parsed = parse_record(record)
+    filled = {name for name, value in record.items() if _holds_something(value)}
+    columns = sorted((name for name in QUESTIONS if name in record), key=lambda name: name not in filled)
+    if any(filled.issuperset(kind) for kind in KINDS) or not columns:
+        return _without_answer(record)
+    asked = record[columns[0]]
+    turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
+    check_text(turns)
+    if not turns[0]:
+        raise Skipped(EMPTY, f"the column {columns[0]!r} is empty; expected a question.")
+    source = _asked(_with_context(turns[0], record))
+    later = tuple(turn for turn in turns[1:] if isinstance(turn, str) and turn)
+    return replace(source, later=later) if turns[1:] else source
+
+
+def _holds_something(value: Any) -> bool:
+    return value is not None and (len(value) > 0 if isinstance(value, Sized) else True)
+
+
+def _without_answer(record: Record) -> Source:
+    """Makes a prompt of a record of training data. Raises Skipped for any other."""
+    ids = record.get("input_ids")
+    if isinstance(ids, list) and not any(mark in record for mark in ANSWER_COLUMNS):
+        record = {**record, "answers": [0] * len(ids)}
+    try:
+        parsed = parse_record(record)
+    except Skipped as refusal:
+        if refusal.reason == OF_NO_KIND:
+            refusal.details = f"{refusal.details[:-1]}; {'; '.join(QUESTIONS)}."
+        raise
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
     return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)
-
-
-def _column_of(record: Record) -> str:
-    """Returns the column that a prompt is made of; of several one that holds something, and training data first. Raises
-    Skipped where there is none."""
-    known = [*TRAINING_DATA, *QUESTIONS]
-    found = [name for name in known if record.get(name)] + [name for name in known if name in record]
-    if not found:
-        raise Skipped(
-            "of no known kind", f"a record has {', '.join(record) or 'nothing'}; expected one of: {', '.join(known)}."
-        )
-    return found[0]
 
 
 def _with_context(question: Any, record: Record) -> Any:
@@ -257,7 +272,7 @@ class Prompts:
             longer = None
             with suppress(Skipped):  # a template that refuses what is so long
                 longer = self._lengthened(source, ids, number, num_tokens)
-            if longer is not None:
+            if longer is not None and len(longer) <= self.room - self.answer:  # words may be other tokens in a chat
                 yield number, longer
 
     def _lengthened(self, source: Source, ids: Tensor, number: int, num_tokens: int) -> Tensor | None:

@@ -14,7 +14,7 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     its `text`, its `depth` and whether it `is_accepted`."""
     [tokens], [drafts] = found.tokens, found.drafts
     count = found.num_accepted[0] or 0
-    texts, shown = ([str(tokenizer.decode([token])) for token in ids] for ids in (tokens, drafts))
+    texts, shown = ([_text_of(token, tokenizer) for token in ids] for ids in (tokens, drafts))
     parents = [*range(len(drafts))] if found.parents is None else found.parents[0]
     return {
         "accepted": texts[:count],
@@ -24,6 +24,12 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
             for node, depth, is_accepted in _in_order(drafts, parents, tokens[:count])
         ],
     }
+
+
+def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what a token adds to a text: decoded alone, it may lack the space that it begins with."""
+    once, twice = (str(tokenizer.decode([token] * count)) for count in (1, 2))
+    return twice[len(once) :] or once
 
 
 def _in_order(drafts: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> list[tuple[int, int, bool]]:

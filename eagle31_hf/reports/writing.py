@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from ..json_file import finite
 from ..storage.folders import replace_json, replacing
 from . import plots
 from .document import Chart, HeatMap, Report
@@ -10,7 +11,7 @@ from .page import page
 from .text import markdown
 
 PICTURES = "pictures"
-LONGEST = 120  # characters of a picture's name
+LONGEST = 120  # bytes of a picture's name
 
 
 def write_report(folder: Path, report: Report, names: str) -> list[Path]:
@@ -23,12 +24,13 @@ def write_report(folder: Path, report: Report, names: str) -> list[Path]:
     ]
     drawn = {id(chart): plots.files_of(chart) for _, chart in charts}
     written = [folder / "report.json"]
-    replace_json(written[0], report.as_dict())
+    replace_json(written[0], finite(report.as_dict()))
     html = page(report, names, lambda chart: drawn[id(chart)]["svg"])
     for name, text in (("report.md", markdown(report)), ("report.html", html)):
         written.append(_replace(folder / name, text.encode()))
     for i, (title, chart) in enumerate(charts):
-        stem = re.sub(r"\W+", "-", f"{i:02} {title} {chart.title}".lower()).strip("-")[:LONGEST]
+        name = re.sub(r"\W+", "-", f"{i:02} {title} {chart.title}".lower()).strip("-")
+        stem = name.encode()[:LONGEST].decode(errors="ignore")
         written += [_replace(pictures / f"{stem}.{form}", file) for form, file in drawn[id(chart)].items()]
     return written
 

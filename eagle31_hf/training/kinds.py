@@ -217,6 +217,7 @@ def _instruction(record: Record) -> Chat:
     return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
 
 
+OF_NO_KIND = "of no known kind"
 # columns that identify a kind of record; the first match counts
 KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
     ("input_ids",): tokens_of,
@@ -241,4 +242,4 @@ def parse_record(record: Record) -> Chat | str | Tokens:
             return parsed
     kinds = "; ".join(" and ".join(columns) for columns in KINDS)
     names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"
-    raise Skipped("of no known kind", f"a record has {names}; expected one of: {kinds}.")
+    raise Skipped(OF_NO_KIND, f"a record has {names}; expected one of: {kinds}.")

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from html import unescape
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from eagle31_hf.reports.acceptance_study import (
     Settings,
 )
 from eagle31_hf.reports.against import against, read_earlier
-from eagle31_hf.reports.document import GOOD, NOTE, WARNING
+from eagle31_hf.reports.document import GOOD, NOTE, WARNING, Generation
 from eagle31_hf.reports.journal import Journal
 from eagle31_hf.reports.perturbed import FOREIGN, PERTURBATIONS
 from eagle31_hf.reports.prompts import Prompts, Renderer
@@ -167,6 +169,15 @@ def test_a_page_is_made_of_it(report, tmp_path):
     )
 
 
+def test_drafts_are_shown_as_the_words_they_are(report, tmp_path):
+    drafts = [{"text": text, "depth": 1, "is_accepted": False} for text in ("'s", "<|end|>", "é")]
+    generation = Generation("one", "why", [{"accepted": [], "bonus": "so", "drafts": drafts}])
+    section = replace(report.sections[-1], generations=[generation])
+    write_report(tmp_path, replace(report, sections=[section]), "one")
+    shown = unescape((tmp_path / "report.html").read_text())
+    assert all(f'- "{text}"' in shown for text in ("'s", "<|end|>", "é"))
+
+
 def test_a_resumed_report_is_the_same(study, found):
     """A part of a run is in the journal, up to the middle of the sampled texts; the rest is measured now."""
     kept = dict(takewhile(lambda one: one[0] != "one: 3: temperature 0.8: prompt 2", study.journal.items()))
@@ -264,6 +275,14 @@ def test_a_better_report_is_told_from_noise(report):
     lines, text = beside(low, low, {"prompts": "others"})
     assert "Prompts differ" in text
     assert lines["one", SERVED, "2"][-1] in ("noise", "same")
+
+
+def test_a_report_of_texts_with_control_characters_is_compared_with(report, tmp_path):
+    """Prompts of old sources hold form feeds, as Python's own library does."""
+    earlier = report.as_dict()
+    earlier["sections"][0]["text"] = "\f\x1b[0m"
+    (tmp_path / "report.json").write_text(json.dumps(earlier))
+    assert read_earlier(tmp_path / "report.json")["figures"].keys() == report.figures.keys()
 
 
 def test_only_an_acceptance_report_is_compared_with(tmp_path):

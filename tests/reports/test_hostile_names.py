@@ -141,7 +141,7 @@ def test_pictures_are_well_formed_and_no_formulas(name):
 
 
 def test_files_are_in_the_folder_whatever_names_are(tmp_path):
-    for i, name in enumerate(["../../up", "/etc/x", NAMES[1]]):
+    for i, name in enumerate(["../../up", "/etc/x", NAMES[1], "\u4f60" * 85]):
         folder = tmp_path / "deep" / "er" / str(i)
         written = write_report(folder, with_one_chart(name), name)
         assert all(folder in path.resolve().parents for path in written)

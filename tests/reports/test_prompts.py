@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle31_hf import demo
-from eagle31_hf.reports.prompts import NAMED_SETS, PLACEHOLDER, Prompts, Renderer, resolved
+from eagle31_hf.reports.prompts import NAMED_SETS, PLACEHOLDER, Prompts, Renderer, resolved, source_of
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
@@ -53,8 +53,9 @@ def texts(prompts):
         {"question": "why?", "answer": "so."},
         {"turns": ["why?", "and then?"], "category": "writing"},
         {"instruction": "why?", "output": "so."},
+        {"messages": [], "question": "why?"},
     ],
-    ids=["messages", "answered", "sharegpt", "prompt", "prompt-messages", "question", "turns", "instruction"],
+    ids=["messages", "answered", "sharegpt", "prompt", "prompt-messages", "question", "turns", "instruction", "filled"],
 )
 def test_a_question_is_rendered_as_it_is_served(record, chats, tmp_path):
     assert texts(prompts_of([record], chats, tmp_path)) == ["<user>why?<answer>"]
@@ -181,6 +182,22 @@ def test_prompts_without_room_for_an_answer_are_counted(tokenizer, tmp_path):
     assert dict(prompts.skips.taken()) == {"over-long prompt": 1, "of no known kind": 1}
 
 
+def test_records_are_read_as_training_reads_them(chats, tmp_path, monkeypatch):
+    """An instruction with its input, a question with its tools, and what prepare-data has written."""
+    monkeypatch.setattr(chats, "chat_template", TEMPLATE + "{% if tools %}<{{ tools[0].name }}>{% endif %}")
+    alpaca = {"instruction": "Translate.", "input": "Bonjour", "output": "Hello"}
+    tools = {"prompt": "sum?", "completion": "3", "tools": [{"name": "add"}]}
+    found = texts(prompts_of([alpaca, tools], chats, tmp_path))
+    assert found == ["<user>Translate.\n\nBonjour<answer>", "<user>sum?<answer><add>"]
+    stored = {"input_ids": torch.tensor([1, 2, 3, 4]), "answers": torch.tensor([False, False, True, True])}
+    assert source_of(stored).ids.tolist() == [1, 2]
+
+
+def test_later_turns_that_are_no_text_are_left_out(chats, tmp_path):
+    prompts = prompts_of([{"turns": ["why?", 3, "and then?"]}, {"turns": ["why?", "\ud800"]}], chats, tmp_path)
+    assert [source.later for source in prompts.sources] == [("and then?",)]
+
+
 @pytest.mark.parametrize("record", [{"prompt": ""}, {"question": None}, {"turns": []}, {"turns": [""]}])
 def test_an_empty_question_is_told_as_one(record, tokenizer, tmp_path):
     (name,) = record
@@ -190,7 +207,7 @@ def test_an_empty_question_is_told_as_one(record, tokenizer, tmp_path):
 
 def test_no_prompt_at_all_is_refused_with_the_reason(tokenizer, tmp_path):
     with pytest.raises(
-        ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of: messages, .* question"
+        ValueError, match=r"gives no prompt \(.*line 1: a record has nothing; expected one of: input_ids; .* question"
     ):
         prompts_of([{"nothing": 1}], tokenizer, tmp_path)
 

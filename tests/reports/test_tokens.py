@@ -4,6 +4,9 @@ import pytest
 import torch
 from conftest import build_drafter, build_target
 from fuzz_commands import letters
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.acceptance import Round, watch_rounds
@@ -33,6 +36,14 @@ def test_a_tree_is_shown_branch_by_branch():
 def test_a_draft_that_ends_the_text_leaves_no_bonus_token():
     shown = shown_round(Round([[0, 1]], [2], [[0, 1, 2]], None), letters())
     assert (shown["accepted"], shown["bonus"]) == (["a", "b"], None)
+
+
+def test_tokens_keep_the_space_that_they_begin_with():
+    """As in Llama 2's vocabulary, whose decoder takes the first space of a text away."""
+    made = Tokenizer(WordLevel({"\u2581the": 0, "\u2581fox": 1}))
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    shown = shown_round(Round([[0, 1]], [1], [[0]], None), PreTrainedTokenizerFast(tokenizer_object=made))
+    assert (shown["accepted"], shown["bonus"]) == ([" the"], " fox")
 
 
 def test_the_prompt_is_cut_to_its_end():

@@ -159,7 +159,7 @@ class AutoPlanner(Planner):
         self.known.keep()
 
     def explain(self) -> str:
-        """What auto knows, and how many drafts it verified a round, in two lines for people; in one while it knows nothing."""
+        """What auto knows, and how many drafts it verified a round, in two lines for people."""
         known = self.known
         with known.lock:
             sizes = known.verify.known
