@@ -60,9 +60,14 @@ class Shape:
         """The arguments of generate() that say so."""
         if self.is_auto:
             return dict(AUTO_KNOBS)
-        fixed = {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k, "prompt_lookup_num_tokens": 0}
-        fixed["assistant_confidence_threshold"] = 0.0
-        return fixed if self.top_k == 1 else fixed | {"draft_tree_total_tokens": self.total_tokens}
+        chain = {"num_assistant_tokens": self.depth, "draft_tree_top_k": self.top_k}
+        return chain if self.top_k == 1 else chain | {"draft_tree_total_tokens": self.total_tokens}
+
+    @property
+    def measured_knobs(self) -> dict[str, Any]:
+        """The same, whatever the drafter's own settings are of what a fixed way leaves out."""
+        usual = {"assistant_confidence_threshold": 0.0, "prompt_lookup_num_tokens": 0}
+        return self.knobs if self.is_auto else usual | self.knobs
 
     @property
     def name(self) -> str:
@@ -95,7 +100,9 @@ class Contestant:
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, float]:
         """Greedily, a prompt (1, L) -> the sequence and the seconds it took."""
-        options: dict[str, Any] = {} if self.drafter is None else {"assistant_model": self.drafter, **self.shape.knobs}
+        options: dict[str, Any] = {}
+        if self.drafter is not None:
+            options = {"assistant_model": self.drafter, **self.shape.measured_knobs}
         mask = torch.ones_like(prompt)
         synchronize()
         began = time.perf_counter()

@@ -46,6 +46,8 @@ class PrefixCache:
     def __init__(self, target: PreTrainedModel, most_tokens: int = MOST_TOKENS):
         self.target: Any = target
         self.most_tokens = most_tokens
+        # such a target keeps by how much the images of its last text have shifted positions: a cached one has others
+        self._shifts_positions = any("rope_deltas" in vars(module) for module in target.modules())
         self._texts: list[CachedText] = []  # the one used last at the end
         self._lock = threading.Lock()
 
@@ -89,7 +91,8 @@ class PrefixCache:
         """Returns whether generate() would make a cache of the kind that is kept here, of one text."""
         is_one = (config.num_beams or 1) == (config.num_return_sequences or 1) == 1
         is_usual = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
-        return self.most_tokens > 0 and is_one and is_usual and self.target._supports_default_dynamic_cache()
+        is_kept = self.most_tokens > 0 and not self._shifts_positions
+        return is_kept and is_one and is_usual and self.target._supports_default_dynamic_cache()
 
     def _keep(self, text: CachedText) -> None:
         """Keeps a text whose call is over, as far as its cache holds it."""

@@ -181,10 +181,10 @@ def write_new(path: Path, data: bytes) -> None:
 
 @contextmanager
 def interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """A context in which Ctrl-C asks to stop; a second one raises KeyboardInterrupt, wherever the program is."""
+    """A context in which Ctrl-C asks to stop; a second one does what it did before, wherever the program is."""
 
     def first(signum: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
         stop()
 
     before = signal.signal(signal.SIGINT, first)

@@ -191,7 +191,7 @@ class AcceptanceStudy(Study):
         return found
 
     def _drafted(self, drafter: Eagle31DrafterModel, way: Shape) -> Generate:
-        return partial(self._alone, assistant_model=drafter, **way.knobs)
+        return partial(self._alone, assistant_model=drafter, **way.measured_knobs)
 
     @property
     def _alone(self) -> Generate:

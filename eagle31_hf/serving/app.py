@@ -126,7 +126,7 @@ def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
 
     Before the request is queued, what fails is its chat template or its tokens: a template is a program of its
     author's, and may raise anything at messages that it does not expect. Afterwards a ValueError is what generate()
-    says to its arguments.
+    says to its arguments, or, once there are tokens, what reads tool calls to one that is no JSON.
     """
     words = " ".join(str(error).split())[:1000] or type(error).__name__
     if isinstance(error, RequestError):
@@ -135,6 +135,9 @@ def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
         return 400 if error.status_code < 500 else error.status_code, error_json(str(error.detail), INVALID)
     if isinstance(error, ServerStoppingError):
         return 503, error_json("the server is stopping.", FAILED)
+    if call.has_tokens and isinstance(error, ValueError | LookupError | TypeError):
+        logger.error(f"an answer could not be read: {printable(words)}")
+        return 500, error_json(f"the target's answer cannot be read ({type(error).__name__}): {words}", FAILED)
     is_of_request = not call.is_queued or (error is call.error and isinstance(error, ValueError))
     if is_of_request and not _is_of_machine(error):
         logger.warning(f"a request was refused: {printable(words)}")

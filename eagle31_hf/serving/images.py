@@ -25,8 +25,11 @@ def check_image(url: Any, where: str) -> None:
     try:
         with Image.open(io.BytesIO(base64.b64decode(found[1])), formats=FORMATS) as image:
             width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise RequestError(f"{where} has {width} x {height} pixels; expected at most {MOST_PIXELS}.", where)
+            image.load()  # whose upload may have broken off
+    except RequestError:
+        raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         message = f"{where} is no image ({type(error).__name__}); expected one of {', '.join(FORMATS)}."
         raise RequestError(message, where) from None
-    if width * height > MOST_PIXELS:
-        raise RequestError(f"{where} has {width} x {height} pixels; expected at most {MOST_PIXELS}.", where)

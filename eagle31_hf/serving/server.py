@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from starlette.middleware.cors import CORSMiddleware
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..acceptance import watch_forwards, watch_rounds
@@ -24,7 +26,7 @@ from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import context_of
 from ..targets.pieces import checking_forwards, piece_of
-from ..web.address import url_of
+from ..web.address import bound, url_of
 from ..web.gate import Gate
 from .app import FREE, ROUTES, App
 from .body import Served
@@ -86,7 +88,9 @@ class DraftingServer(Serve):
         """Has the target draft, and serves it."""
         manager: Any = self._model_manager
         target, processor = manager.load_model_and_processor(manager.process_model_name(self.target))
-        served = served_of(self.target, target, processor)
+        # a text model may have come with the processor of another, by which transformers leaves images out
+        reads_images = manager.get_model_modality(target, processor=processor) is not Modality.LLM
+        served = served_of(self.target, target, processor, reads_images and hasattr(processor, "image_processor"))
         drafter = self.load_drafter(target)
         try_pair(target, drafter, self.knobs)
         answer = max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
@@ -95,7 +99,7 @@ class DraftingServer(Serve):
         # From now on it has one name: transformers adds a revision, by which no client asks.
         manager.loaded_models = {self.target: manager.loaded_models[manager.process_model_name(self.target)]}
         manager.process_model_name = lambda name: name
-        thread = GenerationThread(limits)
+        thread = self.generation = GenerationThread(limits)
         # All requests are of one model, and one thread answers them all.
         cast(Any, self._generation_state).get_manager = lambda *args, **kwargs: thread
         self.serve(self.application(served))
@@ -109,9 +113,15 @@ class DraftingServer(Serve):
         def drafted_from_cache(**kwargs: Any) -> Any:
             ids, config = kwargs["input_ids"], kwargs["generation_config"]
             with prefix_cache.text(ids, config.prefill_chunk_size, config) as text:
-                self.metrics.count("prefix_cache_queries", ids.shape[1])
-                self.metrics.count("prefix_cache_hits", text.num_reused)
-                found = drafted(**kwargs, **text.argument)
+                counts = {"prefix_cache_queries": ids.shape[1], "prefix_cache_hits": text.num_reused}
+                try:
+                    found = drafted(**kwargs, **text.argument)
+                except DraftingRefusedError:
+                    counts = {}
+                    raise
+                finally:
+                    for name, count in counts.items():
+                        self.metrics.count(name, count)
                 text.ids = getattr(found, "sequences", found)[0].tolist()
             return found
 
@@ -126,7 +136,8 @@ class DraftingServer(Serve):
                     return alone(*args, **kwargs, stopping_criteria=StoppingCriteriaList([stop]))
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            call = current_call()
+            call, processor = current_call(), kwargs.get("tokenizer")
+            kwargs["tokenizer"] = getattr(processor, "tokenizer", processor)  # which reads stop strings
             with self.metrics.request():
                 try:
                     stop.check()  # the client may have gone while others were answered
@@ -163,26 +174,22 @@ class DraftingServer(Serve):
         """Serves in this thread until a signal ends it."""
         host, port = self.server.config.host, self.server.config.port
         config = uvicorn.Config(application, host, port, lifespan="off", timeout_graceful_shutdown=ENDING)
-        self.server = SignallingServer(config, self.stop_conditions)
+        self.server = uvicorn.Server(config)
+        end = self.server.handle_exit
+
+        def handle_exit(*signal: Any) -> None:
+            """Handles a signal: whoever generates is told, and those who wait behind are refused at once."""
+            self.stop_conditions.is_stopping.set()
+            Thread(target=self.generation._thread._run, daemon=True).start()
+            end(*signal)
+
+        cast(Any, self.server).handle_exit = handle_exit
         where = url_of(host, port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
-        self.server.run()
+        self.server.run(sockets=bound(host, port))
 
 
-class SignallingServer(uvicorn.Server):
-    """The HTTP server, which tells those who generate once a signal asks it to stop."""
-
-    def __init__(self, config: uvicorn.Config, stop_conditions: StopConditions):
-        super().__init__(config)
-        self.stop_conditions = stop_conditions
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """Handles a signal."""
-        self.stop_conditions.is_stopping.set()
-        super().handle_exit(sig, frame)
-
-
-def served_of(name: str, target: Any, processor: Any) -> Served:
+def served_of(name: str, target: Any, processor: Any, reads_images: bool) -> Served:
     """Returns what is served, as requests are checked by it."""
     return Served(
         model=name,
@@ -190,7 +197,7 @@ def served_of(name: str, target: Any, processor: Any) -> Served:
         context=context_of(target),
         template_options=template_options(processor),
         template_arguments=template_arguments(processor),
-        reads_images=hasattr(processor, "image_processor"),
+        reads_images=reads_images,
     )
 
 

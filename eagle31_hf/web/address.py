@@ -7,32 +7,47 @@ from typing import Any
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises ValueError where nothing can listen at an address, before a target is loaded for minutes. A name may stand
-    for several, as localhost for 127.0.0.1 and ::1: none of them may be taken, and one must be this machine's."""
+    """Raises ValueError where nothing can listen at an address, before a target is loaded for minutes."""
+    for found in bound(host, port):
+        found.close()
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Returns sockets that are bound to an address. A name may stand for several, as localhost for 127.0.0.1 and ::1:
+    those of other machines are left out, as ::1 where IPv6 is off. Raises ValueError where one is taken, or none is
+    this machine's."""
+    sockets, errors = list[socket.socket](), list[OSError]()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        errors = [_error_of(family, kind, protocol, address) for family, kind, protocol, _, address in found]
-        taken = [error for error in errors if error is not None and error.errno == errno.EADDRINUSE]
-        if taken or None not in errors:
-            raise [*taken, *filter(None, errors)][0]
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                sockets.append(_bound(family, kind, protocol, address))
+            except OSError as error:
+                errors.append(error)
+        taken = [error for error in errors if error.errno == errno.EADDRINUSE]
+        if taken or not sockets:
+            raise [*taken, *errors][0]
     except OSError as error:
+        for made in sockets:
+            made.close()
         raise ValueError(
             f"--host {host} --port {port}: nothing can be served there ({error.strerror or error}); expected an address"
             " of this machine and a free port."
         ) from None
+    return sockets
 
 
-def _error_of(family: int, kind: int, protocol: int, address: Any) -> OSError | None:
-    """Returns why nothing can listen there, None where it can."""
+def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+    """Returns a socket that is bound to one address. Raises OSError where it cannot be."""
+    made = socket.socket(family, kind, protocol)
     try:
-        with socket.socket(family, kind, protocol) as tried:
-            if family == socket.AF_INET6:
-                tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
-            tried.bind(address)
-    except OSError as error:
-        return error
-    return None
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def url_of(host: str, port: int) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import uvicorn
 
+from .address import bound
+
 ENDING = 1  # seconds that answers under way have once it is closed
 
 
@@ -15,7 +17,9 @@ class Listener:
     def __init__(self, app: Any, host: str, port: int):
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=ENDING)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, name="listener", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=(bound(host, port),), name="listener", daemon=True
+        )
         self._thread.start()
         while self._thread.is_alive() and not self._server.started:
             time.sleep(0.01)

@@ -144,3 +144,13 @@ def test_caches_that_cannot_be_cut(name, num_reused):
     said, _ = answer(cached, TEXT[:, :20])
     assert answer(cached, said[:, :24])[1] == 0
     assert answer(cached, joined(said, TEXT[:, 20:25]))[1] == num_reused
+
+
+def test_a_target_that_shifts_positions_by_its_last_image_reads_all():
+    """Qwen2-VL's class adds the shift of whatever text it read last to the positions after a cached one."""
+    cached = PrefixCache(build_family("Qwen2.5-VL", "eager"))
+    said, _ = answer(cached, TEXT[:, :20])
+    for module in cached.target.modules():
+        if "rope_deltas" in vars(module):
+            module.rope_deltas = torch.tensor([[-3]])  # as after an image
+    assert answer(cached, joined(said, TEXT[:, 20:25]))[1] == 0

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from eagle31_hf import demo
 from eagle31_hf.chat.conversation import Figures, Piece
 from eagle31_hf.chat.screen import Screen
-from eagle31_hf.chat.terminal import COMMANDS, TerminalChat
+from eagle31_hf.chat.terminal import COMMANDS, TerminalChat, interruptible
 from eagle31_hf.cli import main
 
 WORDS = "class Parser(object):"
@@ -177,6 +177,19 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
     assert "/compare" in out.getvalue()
     assert chat.answers[0].was_stopped
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_what_it_did_before():
+    """As a command it ends in one line."""
+    told = []
+    usual = signal.signal(signal.SIGINT, lambda *_: told.append("ended"))
+    try:
+        with interruptible(lambda: told.append("asked to stop")):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert told == ["asked to stop", "ended"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("CUDA out of memory.\nTried to allocate")])

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,13 @@ def test_other_formats_are_not_opened(kind):
     for form in ("EPS", "TIFF", "BMP", "PPM"):
         with pytest.raises(RequestError, match="is no image"):
             check_image(picture(form, kind), "here")
-    for data in (b"", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n(x) print\n%%EOF\n", b"\x89PNG\r\n\x1a\n"):
+    cut = base64.b64decode(picture("JPEG", size=(64, 64)).partition(",")[2])[:-200]  # its upload broke off
+    for data in (
+        b"",
+        cut,
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n(x) print\n%%EOF\n",
+        b"\x89PNG\r\n\x1a\n",
+    ):
         with pytest.raises(RequestError, match=r"is no image|expected data:image"):
             check_image(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", "here")
 
@@ -246,7 +253,13 @@ def test_what_fails_in_the_middle_is_told_as_json(kept, path):
         error = last_event(answer)["error"]
         said = "the answer failed (RuntimeError); the server's log says why."
         assert (error["type"], error["message"]) == ("server_error", said)
-        with kept.failing(ValueError(words)):  # as generate() refuses arguments
+        with kept.failing(ValueError(words)):  # as what reads tool calls refuses one of the target's
+            answer = kept.ask(path, BODIES[path] | {"stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        error = last_event(answer)["error"]
+        said = 'the target\'s answer cannot be read (ValueError): the device "x" is lost\\'
+        assert (error["type"], error["message"]) == ("server_error", said)
+        with kept.failing(ValueError(words), forwards=1):  # as generate() refuses arguments
             answer = kept.ask(path, BODIES[path] | {"stream": stream})
         assert answer.status_code == (200 if stream else 400)
         error = last_event(answer)["error"]
@@ -254,6 +267,18 @@ def test_what_fails_in_the_middle_is_told_as_json(kept, path):
         assert (error["type"], error["message"]) == ("invalid_request_error", said)
     again = kept.ask(path, BODIES[path] | {"stream": False})
     assert usage_and_text(again.json()) == usage_and_text(whole.json())
+
+
+def test_stop_strings_are_read_by_the_tokenizer_of_a_processor(kept):
+    """Handlers hand generate() the processor of a target that reads images."""
+    [timed] = kept._model_manager.loaded_models.values()
+    tokenizer, ids = timed.processor, timed.processor(WORDS, return_tensors="pt")["input_ids"]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    options |= {"generation_config": timed.model.generation_config}
+    found = timed.model.generate(input_ids=ids, **options)
+    stop = tokenizer.decode(found[0, ids.shape[1] + 3])
+    options |= {"stop_strings": [stop], "tokenizer": SimpleNamespace(tokenizer=tokenizer)}
+    assert timed.model.generate(input_ids=ids, **options).shape[1] <= ids.shape[1] + 4
 
 
 def usage_and_text(answer):
