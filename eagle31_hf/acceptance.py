@@ -81,6 +81,9 @@ class SequenceStats:
             self.accepted_per_position[depth] += depth < accepted
 
 
+_counting = threading.Lock()  # of all statistics: counting takes microseconds, and without one they can be copied
+
+
 @dataclass
 class AcceptanceStats(SequenceStats):
     """Counts over every generate() call inside one `track_acceptance()`, all sequences of a batch taken together;
@@ -103,7 +106,6 @@ class AcceptanceStats(SequenceStats):
     choices: Counter[str] = field(default_factory=Counter)
     executions: Counter[str] = field(default_factory=Counter)
     explanation: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures of all sequences taken together as plain values, for JSON."""
@@ -139,7 +141,7 @@ class AcceptanceStats(SequenceStats):
 
     def add_prefill(self, tokens: list[int]) -> None:
         """The prompt's forward gave `tokens[b]` tokens to sequence b."""
-        with self._lock:
+        with _counting:
             for b, count in enumerate(tokens):
                 for counts in (self, self._sequence(b)):
                     counts.prefills += 1
@@ -150,7 +152,7 @@ class AcceptanceStats(SequenceStats):
     ) -> None:
         """A forward verified a chain or tree `drafted[b]` tokens deep for sequence b, which accepted `accepted[b]` of
         them (None: it had ended) and committed `tokens[b]`. `execution`: the way in which the round was run."""
-        with self._lock:
+        with _counting:
             self.target_forwards += 1
             self.kinds[kind] += 1
             if execution:
@@ -161,12 +163,12 @@ class AcceptanceStats(SequenceStats):
                     self._sequence(b)._add_round(drafted[b], count, new)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        with self._lock:
+        with _counting:
             self.seconds[phase] += seconds
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
         """Adds what was chosen in one call, and why."""
-        with self._lock:
+        with _counting:
             self.choices += choices
             self.explanation = explanation or self.explanation
 

@@ -1,6 +1,8 @@
 """Statistics of speculation, recounted by hand."""
 
 import contextvars
+import copy
+import pickle
 from threading import Thread
 
 import pytest
@@ -184,6 +186,21 @@ def test_kinds_of_rounds(target, drafter, prompt, num_sequences, kwargs, kind):
     assert stats.kinds[kind] > 3
     assert set(stats.kinds) <= {kind, PLAIN}  # nothing is left to draft for the last token
     assert stats.kinds[PLAIN] <= 1
+
+
+def test_a_draft_that_ends_a_text_is_accepted_in_lock_step_too(target, drafter, prompt):
+    new = target.generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist()
+    for end in dict.fromkeys(new):
+        asked = {"num_assistant_tokens": 3, "eos_token_id": end, "pad_token_id": 0, **GREEDY}
+        _, free = speculate(target, drafter, prompt, **asked)
+        in_step = {"output_scores": True, "return_dict_in_generate": True}
+        _, kept = speculate(target, drafter, prompt.repeat(2, 1), **asked, **in_step)
+        assert kept.sequences[0].accepted_per_round == free.accepted_per_round
+
+
+def test_statistics_can_be_copied_and_sent(target, drafter, prompt):
+    _, stats = speculate(target, drafter, prompt, **DRAFTED)
+    assert pickle.loads(pickle.dumps(stats)) == copy.deepcopy(stats) == stats
 
 
 def test_what_auto_chose_is_counted_round_by_round(target, drafter, prompt):

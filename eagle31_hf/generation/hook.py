@@ -28,7 +28,7 @@ def _extract_generation_mode_kwargs(
     result = original(
         self, custom_generate, kwargs, synced_gpus, assistant_model if drafter is None else drafter, streamer
     )
-    if drafter is not None:
+    if drafter is not None and "assistant_model" in result:  # a callable custom_generate is handed none
         result["knobs"] = {name: kwargs.pop(name) for name in KNOBS if name in kwargs}
     return result
 

@@ -34,6 +34,8 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
     if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
         return f"{name} makes a cache of its own kind; expected a target for which generate() makes a DynamicCache"
+    if hasattr(config, "vision_config") and hasattr(config.get_text_config(decoder=True), "cross_attention_layers"):
+        return f"{name} keeps an image's states among its cached keys; expected a target whose cache holds the text's"
     is_stateful = getattr(model_class, "_is_stateful", False)
     if is_stateful and not is_recurrent(DynamicCache(config=config.get_text_config(decoder=True))):
         return (

@@ -210,6 +210,7 @@ class LockStepSampler(RejectionSampler):
         host, found = drafts.on_host(*suspects)
         spoiled = found[0] if suspects else [False]
         was_finished, is_short = sequences.finished, False
+        agrees = True
         tokens, scores = list[Tensor](), list[Tensor]()
         is_padded = [finished and bool(ends.stopping.eos_token_ids) for finished in was_finished]
         going = torch.tensor([not padded for padded in is_padded], device=logits.device)
@@ -226,9 +227,10 @@ class LockStepSampler(RejectionSampler):
             if not agrees or ends.finished != was_finished:
                 break
         ids = torch.cat((drafted[:, :0], *tokens), dim=1).tolist()
-        path = list(range(len(tokens) + is_short))
+        path = list(range(len(tokens) + agrees))  # a draft that ended a text, or led to spoiled logits, is in it
         each_scores = [[step[b : b + 1] for step in scores] for b in all_b]
         accepted = Accepted.of([Walk(ids[b], path, each_scores[b]) for b in all_b], ends.finished, host)
+        accepted.is_short = is_short
         accepted.num_drafts = [None if was else n for was, n in zip(was_finished, accepted.num_drafts, strict=True)]
         return accepted
 

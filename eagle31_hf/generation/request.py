@@ -4,12 +4,12 @@ B sequences, L tokens of the prompt.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
@@ -19,7 +19,7 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
-from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks, layers_that_share
+from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_trees
 from ..targets.tree_attention import attention_of_rounds, own_attention
@@ -89,18 +89,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Mode:
-    """The way a request may be decoded. `may_draft`: the target can verify drafts; `draws_trees`: trees, not only
-    chains; `is_lock_step`: sequences of the batch stay equally long, since something looks at all of them at once."""
+    """The way a request may be decoded. `draws_trees`: drafts are trees, not only chains; `is_lock_step`: sequences of
+    the batch stay equally long, since something looks at all of them at once."""
 
-    may_draft: bool
     draws_trees: bool
     is_lock_step: bool
 
     @classmethod
     def of(cls, request: Request, runner: TargetRunner, stopping: Stopping) -> "Mode":
         """The mode that serves a request: the freest one that leaves its output as plain decoding would have it."""
-        may_draft = not runner.model_kwargs.get("output_attentions")  # Falcon's tokens then see later ones
-        sees_trees = may_draft and can_see_trees(request, runner)
+        sees_trees = can_see_trees(request, runner)
         is_free = (
             sees_trees
             and stopping.is_per_sequence
@@ -109,7 +107,7 @@ class Mode:
             and not (request.generation_config.return_dict_in_generate or runner.cache_outlives_call)
         )
         is_lock_step = len(request.input_ids) > 1 and not is_free
-        return cls(may_draft, sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
+        return cls(sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
 
 
 def can_see_trees(request: Request, runner: TargetRunner) -> bool:
@@ -132,8 +130,14 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:
-    """Decodes the prompts as `generate` would, several tokens a target forward. Returns what `generate` returns."""
+    """Decodes the prompts as `generate` would, several tokens a target forward; the target alone does where attentions
+    are asked for. Returns what `generate` returns."""
     config, input_ids = request.generation_config, request.input_ids
+    if request.model_kwargs.get("output_attentions"):  # some targets' tokens then see later ones, as Falcon's
+        how = config, False, request.streamer
+        return request.target._sample(
+            input_ids, request.logits_processor, request.stopping_criteria, *how, **request.model_kwargs
+        )
     runner = TargetRunner(request.target, input_ids, config, request.model_kwargs)
     stopping = Stopping(request.stopping_criteria, config.max_length, request.streamer)
     spare = max(MAX_NODES, request.settings.total_tokens or 0)  # slots beyond the longest text: drafts at its end
@@ -159,7 +163,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
                 f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
                 f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
             )
-        collector = OutputCollector(config, runner.past_key_values, layers_that_share(request.target))
+        collector = OutputCollector(config, runner.past_key_values)
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (
@@ -183,7 +187,8 @@ def settling(executor: Executor, eager: EagerExecutor) -> Iterator[None]:
         runner = eager.runner
         if runner.cache_outlives_call or eager.collector.wanted:
             runner.mixers.settle()
-            keep_read_text(runner.past_key_values, runner.num_before, eager.proposer.runner, eager.unread)
+            with suppress(OutOfMemoryError):  # it only saves later calls time
+                keep_read_text(runner.past_key_values, runner.num_before, eager.proposer.runner, eager.unread)
 
 
 @contextmanager
@@ -273,7 +278,7 @@ def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: 
     host sees every token, and sequences advance at their own pace."""
     planner = drafting_planner_of(request, mode, eager, is_captured)
     max_length = request.settings.longest_lookup
-    if not max_length or not mode.may_draft or mode.is_lock_step or is_captured:
+    if not max_length or mode.is_lock_step or is_captured:
         return planner
     rows = zip(request.input_ids.tolist(), eager.runner.num_padding, strict=True)
     return LookupPlanner(planner, [ids[padding:] for ids, padding in rows], max_length, num_logits(request.target))
@@ -283,8 +288,6 @@ def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_c
     """The planner of what the drafter drafts; captured rounds take few plans, each as it is. Where the text would
     depend on the drafts of a tree, but not on those of a chain, auto draws chains."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
-    if not mode.may_draft:
-        return FixedPlanner(0)
     if not settings.is_auto:
         return FixedPlanner.of(settings, mode.draws_trees)
     top_k = (settings.top_k or TOP_K) if mode.draws_trees and not eager.runner.is_exact else 1

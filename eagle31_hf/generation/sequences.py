@@ -20,7 +20,7 @@ class Sequences:
         self.lengths = Mirrored([self.prompt_length] * len(input_ids))
         self.finished = [False] * len(input_ids)
         self.commit = Commit(input_ids.device, [[]] * len(input_ids), [[]] * len(input_ids), self.finished)
-        self._ids = input_ids
+        self._ids = input_ids.long()
 
     def __len__(self) -> int:
         return len(self.finished)

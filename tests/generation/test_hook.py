@@ -58,6 +58,14 @@ def test_signatures_stay(uninstalled):
     assert [inspect.signature(method) for method in methods()] == before
 
 
+def test_a_callable_that_decodes_wins_over_the_assistant_model(target, drafter, prompt):
+    asked = {"max_new_tokens": 8, "do_sample": False, "num_assistant_tokens": 3}
+    with eagle31_hf.track_acceptance() as stats:
+        both = target.generate(prompt, assistant_model=drafter, custom_generate=drafter.decode, **asked)
+    assert both.tolist() == target.generate(prompt, assistant_model=drafter, **asked).tolist()
+    assert stats.target_forwards
+
+
 OTHERS = {
     "plain": lambda assistant: {},
     "beams": lambda assistant: {"num_beams": 3},

@@ -149,9 +149,10 @@ def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
 
 def test_memory_of_rejected_drafts_is_not_kept(target, drafter, prompt):
     """Whoever keeps the outputs keeps what they are views of: at most the logits of one round."""
-    kwargs = {"return_dict_in_generate": True, "output_scores": True, "num_assistant_tokens": 3}
-    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **kwargs)
-    assert all(scores.untyped_storage().nbytes() <= 4 * 4 * scores.numel() for scores in output.scores)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output, _ = speculate(target, drafter, prompt, max_new_tokens=LENGTH, do_sample=False, **TREE, **asked)
+    kept = [*output.scores, *output.logits]
+    assert all(each.untyped_storage().nbytes() <= 4 * 4 * each.numel() for each in kept)
 
 
 @pytest.mark.parametrize("name", ["Gemma4 text, shared keys", "Gemma3n text"])

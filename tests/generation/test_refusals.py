@@ -10,6 +10,8 @@ from transformers import (
     GenerationConfig,
     MiniMaxConfig,
     MiniMaxForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     QuantizedCache,
     StaticCache,
     T5Config,
@@ -177,7 +179,16 @@ def stateful():
     return MiniMaxForCausalLM(config).eval()
 
 
+def cross_attending():
+    sizes = {"vocab_size": 11, "hidden_size": 36, "num_hidden_layers": 4, "cross_attention_layers": [1]}
+    text = sizes | {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 40, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    return MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision)).eval()
+
+
 NO_TARGETS = {
+    "cross_attending": (cross_attending, r"MllamaForConditionalGeneration keeps an image's states among its cached"),
     "encoder_decoder": (encoder_decoder, r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only"),
     "stateful": (stateful, r"MiniMaxForCausalLM makes a cache of its own kind; expected a target for which"),
 }

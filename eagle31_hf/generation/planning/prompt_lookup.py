@@ -6,7 +6,7 @@ a row are accepted. Sources: prompt lookup decoding (transformers' `prompt_looku
 """
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
@@ -56,7 +56,7 @@ class PromptLookup:
     def __init__(self, prompt: Iterable[int], chances: Chances):
         self.chances = chances
         self.text: list[int] = []
-        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=MAX_PLACES))
+        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         self._length = 0  # tokens of the match; 0: there is none
         self._place = 0
         for token in prompt:
@@ -92,7 +92,7 @@ class PromptLookup:
 
     def _find(self) -> None:
         """Finds the match; of places with equally many tokens before them the last."""
-        places = self._places.get(tuple(self.text[-MIN_MATCH:]), ())
+        places = self._places.get(tuple(self.text[-MIN_MATCH:]), [])[-MAX_PLACES:]
         self._length, self._place = max(((self._length_at(place), place) for place in places), default=(0, 0))
 
     def _length_at(self, place: int) -> int:
