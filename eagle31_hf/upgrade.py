@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration import Eagle31Config
-from .diagnostics.acceptance import AcceptanceStats, measure_acceptance
+from .diagnostics.acceptance import AcceptanceStats, chain_knobs, measure_acceptance
 from .modeling import Eagle31DrafterModel, refuse_parallel
 from .quantized import refuse_quantized
 from .targets.ends import execution_device, weight_of
@@ -119,7 +119,9 @@ def upgrade_to_eagle31(
     own = drafter.generation_config.num_assistant_tokens
     # auto has no one depth to be compared at
     depth = num_assistant_tokens or (own if isinstance(own, int) else DEFAULT_DEPTH)
-    before, after = (measure_acceptance(target, model, prompts, depth, max_new_tokens) for model in (drafter, upgraded))
+    before, after = (
+        measure_acceptance(target, model, prompts, chain_knobs(depth), max_new_tokens) for model in (drafter, upgraded)
+    )
     upgraded.upgrade_report = UpgradeReport(fused, scalar, feedback, before, after)
     _note_on_card(upgraded, sum(ids.shape[1] for ids in texts), len(prompts), depth)
     return upgraded

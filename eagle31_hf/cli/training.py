@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoints.headers import read_headers
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_tokenizer
@@ -129,6 +131,11 @@ def check_options(args: argparse.Namespace) -> None:
     fresh = [name for name, is_given in given.items() if is_given]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
+    if torch.device(args.device).index:
+        raise ValueError(
+            f"--device: got {args.device}; training runs on the first GPU that it sees. Expected cuda, and the number"
+            " of another in the variable CUDA_VISIBLE_DEVICES."
+        )
     engine_options(args)
     answer_options(args)
     if args.answer_batch_size is not None and not is_regenerated(args):

@@ -10,18 +10,21 @@ from ..modeling import Eagle31DrafterModel
 
 
 def note_training(trainer: Any) -> None:
-    """Adds to the facts of the drafter's card how far a `CheckpointingTrainer` has trained it, and how."""
+    """Adds to the facts of the drafter's card how far a `CheckpointingTrainer` has trained it, and how; of the
+    best checkpoint's weights, how far those were."""
     args, state = trainer.args, trainer.state
+    step = state.global_step if trainer.saved_step is None else trainer.saved_step
     facts, reach = trainer.drafter.card_facts.training, trainer.position_reach
     batch = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
     facts |= {
-        "Steps": f"{state.global_step:,} of {batch} sequences of up to {args.max_length:,} tokens"
+        "Steps": f"{step:,} of {batch} sequences of up to {args.max_length:,} tokens"
         f"{f', positions spread up to {reach:,}' if reach else ''}",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
         f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",
         "Optimizer": f"{trainer.trained_by()}, {SchedulerType(args.lr_scheduler_type).value}",
     }
-    evaluated = next((entry for entry in reversed(state.log_history) if "eval_accepted_length" in entry), None)
+    logged = (entry for entry in reversed(state.log_history) if entry["step"] <= step)
+    evaluated = next((entry for entry in logged if "eval_accepted_length" in entry), None)
     if evaluated is not None:
         facts["Accepted length"] = (
             f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"

@@ -17,7 +17,16 @@ from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import check
 from .optimizer import MUON, check_same, optimizer_names, with_muon
-from .saving import check_finite, check_vocabulary, checkpoints, ended_state, remove_oldest, without_limit, write_record
+from .saving import (
+    check_drafter,
+    check_finite,
+    checkpoints,
+    ended_state,
+    last_checkpoint,
+    remove_oldest,
+    without_limit,
+    write_record,
+)
 from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
@@ -44,6 +53,7 @@ class CheckpointingTrainer(Trainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.facts: dict[str, Any] = {}
+        self.saved_step: int | None = None  # of the best checkpoint, once its weights are loaded
         self._matrix_rate = 0.0
         given = None if self.optimizer is None else type(self.optimizer)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else given
@@ -61,6 +71,12 @@ class CheckpointingTrainer(Trainer):
         if self.optimizer is None and self.has_muon:
             self.optimizer = with_muon(lambda: make(model), self.drafter, self.args, self.is_deepspeed_enabled)
         return make(model)
+
+    def settle_optimizer(self) -> None:
+        """Has an optimizer without a schedule set the weights that are to be used; a step sets them back."""
+        settle = getattr(self.optimizer, "eval", None)
+        if callable(settle):
+            settle()
 
     def _get_learning_rate(self) -> float:
         """Returns the rate to log, and keeps that of matrices; called before the schedule changes them."""
@@ -122,7 +138,9 @@ class CheckpointingTrainer(Trainer):
         )
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint).parent
-            ended = ended_state(folder)
+            newest = last_checkpoint(self.args.output_dir)  # an earlier one, or another run's, is gone on from
+            is_newest = newest is not None and Path(newest).samefile(resume_from_checkpoint)
+            ended = ended_state(folder) if is_newest else None
             if ended is not None and ended.global_step >= max_steps:
                 self.state = ended
                 self.state.init_training_references(self, max_steps, num_train_epochs, trial)
@@ -172,6 +190,7 @@ class CheckpointingTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
+        self.settle_optimizer()
         check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
@@ -189,7 +208,7 @@ class CheckpointingTrainer(Trainer):
             write_card(Path(self.args.output_dir), self.drafter, self.hub_model_id)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_vocabulary(self.drafter, resume_from_checkpoint)
+        check_drafter(self.drafter, resume_from_checkpoint)
         check_same(resume_from_checkpoint, self.optimizer_names)
         super()._load_from_checkpoint(resume_from_checkpoint, model if self.is_fsdp_enabled else self.drafter)
 
@@ -198,3 +217,4 @@ class CheckpointingTrainer(Trainer):
             super()._load_best_model()
         else:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self.saved_step = self.state.best_global_step

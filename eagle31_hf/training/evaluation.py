@@ -10,8 +10,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..diagnostics.acceptance import measure_acceptance
+from ..acceptance import AcceptanceStats
+from ..diagnostics.acceptance import chain_knobs, measure_acceptance
+from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.ends import execution_device
 from .arguments import Eagle31TrainingArguments
@@ -20,6 +23,7 @@ from .kinds import tokens_of
 from .objective import Batch, Settings, UnrollRecord, means_of
 from .walk import answers_of, walk, walk_metrics
 
+logger = logging.get_logger(__name__)
 BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
 PROMPT_SHARE = 4  # of plain text, which has no prompt, the first quarter serves as one
 
@@ -115,11 +119,16 @@ def served(
 ) -> dict[str, float]:
     """Measures what a greedy generate() accepts of chains after the first prompts, as deep, as many and as long as
     `args` say, over all processes: `served_accepted_length`, the bonus token included, and the share of rounds that
-    accept each position, `served_acceptance_1` on."""
+    accept each position, `served_acceptance_1` on; nothing for a target that generate() cannot draft for: another
+    server may."""
     depth = args.eval_settings().depth
     mine = range(accelerator.process_index, min(args.eval_prompts, len(examples)), accelerator.num_processes)
     prompts = (prompt_of(examples[index]).to(execution_device(target)) for index in mine)
-    stats = measure_acceptance(target, drafter, prompts, depth, args.eval_max_new_tokens)
+    stats = AcceptanceStats()
+    try:
+        stats = measure_acceptance(target, drafter, prompts, chain_knobs(depth), args.eval_max_new_tokens)
+    except DraftingRefusedError as error:  # processes without a prompt are refused nothing, and wait below
+        logger.warning_once("there are no served_ figures, as generate() refuses to draft for this target: %s", error)
     per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
     counts = torch.tensor(
         [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position],

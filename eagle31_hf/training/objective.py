@@ -172,7 +172,9 @@ class DraftingObjective(nn.Module):
         target_states = batch.last_states.flatten(0, 1)
 
         def target_at(at: Tensor) -> TargetDistribution:
-            logits = self.logits_of[0](target_states[at])[..., : drafter.config.vocab_size]
+            logits = self.logits_of[0](target_states[at])
+            # cut to the drafter's ids; or filled: its table may be padded further
+            logits = pad(logits, (0, drafter.config.vocab_size - logits.shape[-1]), value=float("-inf"))
             return TargetDistribution.from_logits(logits, ids)
 
         parameters = list(drafter.get_output_embeddings().parameters())

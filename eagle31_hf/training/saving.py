@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .. import vocab
+from ..configuration import Eagle31Config
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
@@ -31,6 +32,7 @@ KEPT = {
     "records_digest": ("other data", "--data, --split, --max-samples, --regenerate, --self-prompts and --seed"),
     "held_out_digest": ("other rows held out", "--eval-rows, --eval-data, --seed and --max-length"),
 }
+FREE_FIELDS = ("target_model", "weights_from")  # of a drafter's config, which say nothing of what it computes
 STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behind by a kill
 # names of checkpoints of a run; a user's checkpoint-best or checkpoint-100.bak is none
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
@@ -73,9 +75,17 @@ def vocabulary_digest(d2t: Tensor | None) -> str | None:
     return None if d2t is None else digest(repr(vocab.target_ids(d2t.cpu()).tolist()))
 
 
-def check_vocabulary(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
-    """Raises ValueError where a checkpoint has another draft vocabulary than the drafter: its head's weights would be
-    taken for those of other tokens."""
+def check_drafter(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
+    """Raises ValueError where a checkpoint is of a drafter with other fields, whose weights would be run by another
+    network, or with another draft vocabulary, whose head's weights would be taken for those of other tokens."""
+    was, is_now = Eagle31Config.from_pretrained(checkpoint).to_dict(), drafter.config.to_dict()
+    names = [name for name in sorted(Eagle31Config.__annotations__) if name not in FREE_FIELDS]
+    for name in names:
+        if was.get(name) != is_now.get(name):
+            raise ValueError(
+                f"{checkpoint}: its drafter has {name} {was.get(name)}, and {is_now.get(name)} is asked for now;"
+                " expected the same. Resume with the fields and the drafter of then."
+            )
     mine = vocabulary_digest(drafter.d2t)
     theirs = read_record(checkpoint).get("draft_vocabulary", mine)
     if theirs != mine:

@@ -13,7 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
-from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..quantized import refuse_quantized
 from ..seeding import generator_of
@@ -101,7 +100,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 )
         if resume_from_checkpoint:
             check_data(resume_from_checkpoint, self.facts.get("data"))
-        self._figures = TrainingFigures(self.args.device)
+        self._figures, self.saved_step = TrainingFigures(self.args.device), None
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:
             logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
@@ -159,7 +158,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         else:
             states = self.reader.read(inputs["input_ids"], inputs["documents"])
         batch, num_broken = Batch(*tokens, *states, inputs.get("skips")).without_broken()
-        self._figures.add_broken(num_broken)
+        if self.model.training:  # held-out texts are read at every evaluation
+            self._figures.add_broken(num_broken)
         return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -190,6 +190,9 @@ class Eagle31Trainer(CheckpointingTrainer):
             num_workers=self.args.dataloader_num_workers,
         )
 
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self.get_eval_dataloader(test_dataset)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -207,6 +210,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             model = self.accelerator.prepare_model(model, evaluation_mode=not self.is_fsdp_enabled)
             self.model = model if self.is_fsdp_enabled else self.model
         model.eval()
+        self.settle_optimizer()
         self._objective(model).watches = True
         stops = stop_ids(self.reader if self.target is None else self.target, self.processing_class)
         evaluation = Evaluation(self.args.eval_settings(), self.drafter.draft_to_target_ids(), {*stops})
@@ -220,17 +224,10 @@ class Eagle31Trainer(CheckpointingTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(share.examples))
 
     def _served(self, examples: Any) -> dict[str, float]:
-        """Measures what generate() accepts. Nothing is measured where the target is spread over processes, nor for a
-        target that generate() cannot draft for: another server may."""
+        """Measures what generate() accepts. Nothing is measured where the target is spread over processes."""
         if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not self.args.eval_prompts:
             return {}
-        try:
-            return served(self.target, self.drafter, examples, self.args, self.accelerator)
-        except DraftingRefusedError as error:
-            logger.warning_once(
-                "there are no served_ figures, as generate() refuses to draft for this target: %s", error
-            )
-            return {}
+        return served(self.target, self.drafter, examples, self.args, self.accelerator)
 
 
 def source_of_states(

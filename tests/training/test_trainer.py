@@ -106,7 +106,7 @@ def test_another_draft_vocabulary_is_refused(tmp_path):
     make_trainer(tmp_path, max_steps=1, **SAVING).train()
     with pytest.raises(ValueError, match="draft vocabulary"):
         make_trainer(tmp_path, drafter=build(seed=1)).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="draft vocabulary"):
+    with pytest.raises(ValueError, match=f"draft_vocab_size 37, and {VOCAB} is asked for now"):
         make_trainer(tmp_path, drafter=build(draft_vocab_size=VOCAB)).train(resume_from_checkpoint=True)
 
 
@@ -213,10 +213,83 @@ def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
     run(make_trainer(tmp_path, **options), resume=True)
     assert "another loss" not in caplog.text
     changed = options | {"train_prompts": True, "position_reach": 50, "depth_weights": [1.0, 1.0, 1.0]}
-    run(make_trainer(tmp_path, **changed), resume=str(tmp_path / "checkpoint-2"))
+    earlier = str(tmp_path / "checkpoint-2")
+    gone_on = run(make_trainer(tmp_path, **changed), resume=earlier)
+    assert not torch.equal(gone_on.weights["fc.weight"], load_file(f"{earlier}/model.safetensors")["fc.weight"])
     was = "depth_weights [1.0, 1.0, 1.0] (was [1.0, 0.8, 0.64"
     for words in ("begun with another loss", was, "train_prompts True (was False)", "position_reach 50 (was 0)"):
         assert words in caplog.text
+
+
+def test_a_run_is_not_resumed_by_another_network(tmp_path):
+    """Its weights would fit, and compute something else."""
+    options = PLAIN | {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(LostMachineError):
+        make_trainer(tmp_path, callbacks=[InterruptAfter(2)], **options).train()
+    other = build()
+    other.config.norm_output = not other.config.norm_output
+    with pytest.raises(ValueError, match=r"checkpoint-2: its drafter has norm_output .* expected the same"):
+        make_trainer(tmp_path, drafter=other, **options).train(resume_from_checkpoint=True)
+
+
+def test_a_drafter_whose_table_is_padded_further_than_the_targets(tmp_path):
+    sizes = {"vocab_size": VOCAB + 3, "draft_vocab_size": VOCAB + 3}
+    losses = run(make_trainer(tmp_path, drafter=build(**sizes), max_steps=1, **PLAIN)).losses
+    assert losses.isfinite().all()
+
+
+class Scheduleless(torch.optim.SGD):
+    """Notes in which mode it was asked to be, as optimizers have without a schedule."""
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_an_optimizer_without_a_schedule_is_evaluated_and_saved_with_its_average(tmp_path):
+    drafter, modes = build(), []
+    optimizer = Scheduleless(drafter.parameters(), lr=0.1)
+
+    class Noting(TrainerCallback):
+        def on_evaluate(self, *args, **kwargs):
+            modes.append(optimizer.mode)
+
+        on_save = on_evaluate
+
+    options = PLAIN | {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"eval_dataset": make_examples(2), "optimizers": (optimizer, None)}
+    make_trainer(tmp_path, drafter=drafter, callbacks=[Noting()], **options).train()
+    assert len(modes) > 3
+    assert set(modes) == {"eval"}
+
+
+def test_predict_measures_as_evaluate_does(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=make_examples(3), **PLAIN)
+    found = {name.partition("_")[2]: value for name, value in trainer.predict(make_examples(3)).metrics.items()}
+    expected = trainer.evaluate()
+    assert found["accepted_length"] == expected["eval_accepted_length"]
+
+
+def test_a_process_without_a_prompt_does_not_wait_for_those_that_are_refused(tmp_path, monkeypatch):
+    """All of them add up what generate() accepts, also where it refuses the target."""
+    trainer = make_trainer(tmp_path, eval_dataset=make_examples(3), **PLAIN | {"eval_prompts": 1})
+    with_prompt = record_reductions(trainer, monkeypatch)
+    monkeypatch.setattr(type(trainer.target), "_is_stateful", True)
+    assert "eval_served_accepted_length" not in trainer.evaluate()
+    refused = len(with_prompt)
+    monkeypatch.undo()
+    drafted = record_reductions(trainer, monkeypatch)
+    assert "eval_served_accepted_length" in trainer.evaluate()
+    assert refused == len(drafted)
+
+
+def record_reductions(trainer, monkeypatch):
+    """Returns a list of what processes have added up from now on."""
+    reduced, reduce = [], trainer.accelerator.reduce
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda *args: reduced.append(args) or reduce(*args))
+    return reduced
 
 
 def test_batches_without_documents_are_refused(tmp_path):
@@ -405,6 +478,10 @@ def test_the_best_checkpoint_is_the_one_that_drafts_best(tmp_path, strategy):
     assert lengths[1] > max(lengths[0], lengths[2])
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert_close("head", trainer.drafter.lm_head.weight.detach(), sure)
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "2 of 1 sequences" in card
+    assert f"{lengths[1]:.2f} a target forward" in card
 
 
 # Data and targets.
