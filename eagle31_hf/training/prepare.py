@@ -72,7 +72,7 @@ def prepare_data(
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
-    open_store(output, builder.manifest(source))
+    open_store(output, builder.manifest(source), builder.earlier)
     if builder.reader is not None and part[0] == 0:
         save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
     _make_shards(builder, output, part, tell)

@@ -224,9 +224,14 @@ class ShardBuilder:
                 "generation": options.generation,
                 **self._answered_by(),
                 # what `generation` leaves out is as it says
-                "generation_config": digest(self.target.generation_config.to_json_string(use_diff=False)),
+                "generation_config": digest(self.target.generation_config.to_json_string(ignore_metadata=True)),
             }
         return made_of
+
+    @property
+    def earlier(self) -> dict[str, str]:
+        """What stores of before 0.1.0 have in the manifest's place: a digest with transformers' version in it."""
+        return {"source.generation_config": digest(self.target.generation_config.to_json_string(use_diff=False))}
 
     def _answered_by(self) -> dict[str, Any]:
         """Returns what answers follow from besides the call: the engine, or how many prompts generate() pads to one

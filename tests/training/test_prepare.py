@@ -15,9 +15,11 @@ import torch
 from close import FORWARD, assert_close
 from letters import END, build_tokenizer, conversations, maker_of, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import configuration_utils
 
 from eagle31_hf.cli.preparation import add_prepare_data
 from eagle31_hf.cli.preparation import prepare_data as command
+from eagle31_hf.storage.fingerprints import digest
 from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
@@ -263,6 +265,24 @@ def test_other_data_targets_and_tokenizers_need_another_folder(tmp_path, target,
     other.chat_template += " "
     with pytest.raises(ValueError, match="tokenizer is"):
         prepare(target, other, data, tmp_path, max_length=LENGTH)
+
+
+def test_another_release_of_transformers_goes_on_and_other_settings_do_not(
+    tmp_path, target, tokenizer, data, monkeypatch
+):
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED, part=(9, 10))
+    with monkeypatch.context() as other:
+        other.setattr(configuration_utils, "__version__", "99.0.0")
+        prepare(target, tokenizer, data, tmp_path, **REGENERATED, part=(9, 10))
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"]["generation_config"] = digest(target.generation_config.to_json_string(use_diff=False))
+    path.write_text(json.dumps(manifest))  # as it was before
+    prepare(target, tokenizer, data, tmp_path, **REGENERATED, part=(9, 10))
+    penalised = copy.deepcopy(target)
+    penalised.generation_config.repetition_penalty = 1.3
+    with pytest.raises(ValueError, match=r"source.generation_config is"):
+        prepare(penalised, tokenizer, data, tmp_path, **REGENERATED, part=(9, 10))
 
 
 @pytest.mark.parametrize(
