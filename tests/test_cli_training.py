@@ -319,13 +319,16 @@ def fail(*words):
     succeed(*words, status=2)
 
 
-def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, folder):
+@pytest.mark.parametrize("how", ["--set shard_target=true", "--tensor-parallel"])
+def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, folder, how):
     """As one process with the batches of both, where nothing is drawn by the process."""
+    even = {"vocab_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
+    build_target("llama", eos_token_id=10, **even).save_pretrained(folder / "target")
     alike = ["--steps", "3", "--set", "logging_steps=1", "--set", "position_reach=0"]
     status, _, err = trained(capsys, folder, *alike, "--batch-size", "4", output="one")
     assert status == 0, err
     words = ["train", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "two"]
-    words += [*QUICK.split(), *alike, "--set", "shard_target=true", "--device", "cpu"]
+    words += [*QUICK.split(), *alike, *how.split(), "--device", "cpu"]
     in_two_processes(folder, succeed, *words)
     losses = [
         [entry["loss"] for entry in json.loads(path.read_text())["log_history"] if "loss" in entry]

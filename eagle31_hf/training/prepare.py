@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .ends import is_spread, tensor_parallel_group
+from .ends import is_spread
 from .engine_states import EngineStates
 from .preparation_options import PreparationOptions
 from .processes import in_processes, processes
@@ -61,7 +61,7 @@ def prepare_data(
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     options = (options or PreparationOptions()).for_target(target)
-    if tensor_parallel_group(target) is not None or (is_spread(target) and (options.regenerate or options.states)):
+    if is_spread(target) and (options.regenerate or options.states):
         raise ValueError(
             "the target is spread over processes, which cannot each make their own shards; expected a whole one in"
             " every process, or one that device_map spreads over devices."

@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.training.divergence import TrainingDivergedError
 from eagle31_hf.training.output import check_output, once
+from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 
 # an odd number: with an example a process, in some step one process has no answers and the other has
@@ -128,7 +129,9 @@ def refused(folder: Path) -> dict[str, str]:
     spread, said = tensor_parallel_target(folder), {}
     asked = {
         "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),
-        "prepare_data": lambda: prepare_data(spread, None, "data.jsonl", folder / "store"),
+        "prepare_data": lambda: prepare_data(
+            spread, None, "data.jsonl", folder / "store", PreparationOptions(regenerate=True)
+        ),
     }
     for name, ask in asked.items():
         try:
