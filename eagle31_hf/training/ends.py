@@ -137,9 +137,8 @@ def is_spread(target: Any) -> bool:
 
 
 def ends_of(target: Any) -> Any:
-    """Returns the target itself, or, where each process has a part of its embedding, whole copies of its embedding and
-    head."""
-    table = None if isinstance(target, TargetEnds) else target.get_input_embeddings()
-    if not isinstance(getattr(table, "weight", None), DTensor):
+    """Returns the target itself, or, where each process has a part of its embedding or head, whole copies of both."""
+    ends = (target.get_input_embeddings(), target.get_output_embeddings())
+    if not any(isinstance(getattr(end, "weight", None), DTensor) for end in ends):
         return target
     return TargetEnds(target.name_or_path, target.config, target.generation_config, parts_of(target), Scoring())

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from programs import in_two_processes
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import target_states
@@ -55,6 +55,30 @@ def read_in_parts_and_whole(folder: Path) -> None:
             found[way] = {"peak": memory.peak, "state": states[-1].clone()}
         del target
     torch.save(found, folder / f"found-{dist.get_rank()}.pt")
+
+
+def own_states(rank: int) -> torch.Tensor:
+    return torch.randn(3, 24, generator=torch.Generator().manual_seed(rank))
+
+
+def score_own_states(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    spread = DistributedConfig(tp_plan="auto")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread).eval()
+    scores = TargetReader(target, [0, 1, 2]).logits(own_states(dist.get_rank()))
+    torch.save(scores, folder / f"scores-{dist.get_rank()}.pt")
+
+
+def test_each_process_scores_its_own_states_where_the_head_alone_is_split(tmp_path):
+    """A tensor-parallel GPT-NeoX, whose embedding every process has."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    target = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, bos_token_id=None, eos_token_id=None, **sizes)).eval()
+    target.save_pretrained(tmp_path)
+    in_two_processes(tmp_path, score_own_states, tmp_path)
+    for rank in (0, 1):
+        expected = target.get_output_embeddings()(own_states(rank))
+        torch.testing.assert_close(torch.load(tmp_path / f"scores-{rank}.pt"), expected)
 
 
 def test_two_processes_run_what_neither_has_room_for(tmp_path):
