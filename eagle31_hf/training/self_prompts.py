@@ -66,11 +66,11 @@ REPEATING = "an answer that repeats itself"
 @dataclass(frozen=True)
 class SelfPrompt:
     """A chat to be: its system message (None: the template's), how often the user speaks, the temperature of the
-    target's answers (None: as they are sampled otherwise), and the words that the user's first message begins with."""
+    target's answers (0: greedy), and the words that the user's first message begins with."""
 
     system: str | None
     num_turns: int
-    temperature: float | None
+    temperature: float
     opening: str = ""
 
 

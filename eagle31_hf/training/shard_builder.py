@@ -155,13 +155,15 @@ class ShardBuilder:
     def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | Beginning:
         """Returns a chat that the target is to write, or, where there is no chat template, the beginning of a text. A
         temperature that the caller gave wins."""
-        given = {"temperature", "do_sample"} & self.options.generation.keys()
-        temperature = None if given else record.temperature
+        given, usual, temperature = self.options.generation, self.target.generation_config, record.temperature
+        if {"temperature", "do_sample"} & given.keys():
+            is_sampled = given.get("do_sample", usual.do_sample)
+            temperature = (given.get("temperature") or usual.temperature or 1.0) if is_sampled else 0.0
         if self.options.chat_template or self.tokenizer.chat_template:
             system = record.system if self._has_system else None
             return replace(record, system=system, temperature=temperature)
         first = torch.tensor([first_token(self.tokenizer)])
-        return Beginning(first, 1.0 if temperature is None else temperature or 1.0)
+        return Beginning(first, temperature or 1.0)  # greedy texts would all be one
 
     @cached_property
     def _has_system(self) -> bool:

@@ -236,6 +236,23 @@ def test_an_engine_ends_an_answer_that_repeats_itself(make_target, tokenizer, tm
     assert longest == [48, 70]
 
 
+def test_at_a_given_temperature_too_answers_that_repeat_themselves_end_and_are_left_out(
+    make_target, tokenizer, tmp_path
+):
+    target = copy.deepcopy(make_target("llama", eos_token_id=END))
+    with torch.no_grad():
+        target.lm_head.weight.zero_()
+    server = EngineServer(target, tokenizer, max_model_len=320)
+    server.heeds_loops = True
+    options = {"max_length": 320, "max_new_tokens": 70, "engine": EngineOptions((server.url,), timeout=20.0)}
+    try:
+        with pytest.raises(ValueError, match=f"none of its 12 records makes a row .*{REPEATING}"):
+            prepared(target, tokenizer, tmp_path, generation={"do_sample": False}, **options)
+    finally:
+        server.stop()
+    assert server.longest_greedy == 48
+
+
 def test_plans_are_mixed_and_the_same_whoever_reads_them():
     plans = [*SelfPrompts(400, 5)]
     assert plans == [SelfPrompts(1000, 5)[i] for i in range(400)]
@@ -307,6 +324,8 @@ def test_without_a_template_texts_begin_from_bos(target, tmp_path):
     for i in range(len(store)):
         assert store[i]["input_ids"][0] == 7
         assert store[i]["answers"].tolist() == [False] + [True] * (len(store[i]["answers"]) - 1)
+    prepared(target, tokenizer, tmp_path / "cold", generation={"do_sample": True, "temperature": 1e-3})
+    assert len({*map(tuple, ids_in(tmp_path / "cold"))}) == 1
 
 
 def test_neither_template_nor_beginning_is_an_error(target, tmp_path):
