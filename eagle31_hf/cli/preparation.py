@@ -10,7 +10,7 @@ from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.servers import EngineOptions
 from ..training.store import MANIFEST, check_store_folder
-from .loading import load_tokenizer
+from .loading import load_outline, load_tokenizer
 from .pairs import sampling_options
 from .parsing import (
     DTYPES,
@@ -47,7 +47,10 @@ def prepare_data(args: argparse.Namespace) -> int:
     options = _options(args)
     check_store_folder(args.output)
     tokenizer = load_tokenizer(args.target, args.revision)
-    target, states_by = target_for(args, options, is_new=not Path(args.output, MANIFEST).is_file())
+    if options.regenerate or options.states:
+        target, states_by = target_for(args, options, is_new=not Path(args.output, MANIFEST).is_file())
+    else:  # data as it is needs none of the weights
+        target, states_by = load_outline(args.target, args.revision, args.dtype), None
     prepared = prepare(
         target, tokenizer, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
     )

@@ -5,6 +5,7 @@ import copy
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import sys
 import time
@@ -381,13 +382,17 @@ def test_the_command_prints_what_was_made(tmp_path, saved, data, whole, capsys):
     assert "5 of 5 shards\nrows     " in capsys.readouterr().out
 
 
-def test_the_command_without_regeneration(tmp_path, saved, data, capsys):
+def test_the_command_without_regeneration(tmp_path, saved, target, tokenizer, data, capsys):
+    """The target's weights are not there."""
+    bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     template = tmp_path / "template.jinja"
     template.write_text(
         "{{ 'g' if loud }}{% for m in messages %}h{{ m.content }}{{ 'k' if m.role == 'assistant' }}{% endfor %}"
     )
-    plain = ["--target", saved, "--data", data, "--output", str(tmp_path / "store"), "--chat-template", str(template)]
+    places = ["--target", str(bare), "--data", data, "--output", str(tmp_path / "store")]
+    plain = [*places, "--chat-template", str(template)]
     assert run(plain) == 0
+    prepare(target, tokenizer, data, tmp_path / "store", chat_template=template.read_text())  # it is the same store
     assert HiddenStateStore(tmp_path / "store")[0]["input_ids"][0] == 7
     assert run([*plain, "--output", str(tmp_path / "loud"), "--template-option", "loud=true"]) == 0
     assert HiddenStateStore(tmp_path / "loud")[0]["input_ids"][:2].tolist() == [6, 7]
