@@ -1,5 +1,6 @@
 """Sealed files: safetensors files that carry their own checksum, and appear whole or not at all."""
 
+import errno
 import hashlib
 import os
 import uuid
@@ -21,15 +22,19 @@ NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts
 
 
 def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:
-    """Writes a sealed file with `facts` in its metadata, in place of one that is there already. Raises OSError, naming
-    the file, where it cannot be written."""
-    for leftover in path.parent.glob(f"{path.name}.*.partial"):  # of a killed writer of the same file
-        leftover.unlink(missing_ok=True)
+    """Writes a sealed file with `facts` in its metadata, in place of one that is there already. Of several that write
+    the same file at once, the first to finish has written it for all. Raises OSError, naming the file, where it cannot
+    be written."""
     staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         _write_with_digest(staged, entries, facts)
         os.replace(staged, path)
+        for leftover in path.parent.glob(f"{path.name}.*.partial"):  # of killed and of slower writers of the same file
+            with suppress(OSError):
+                leftover.unlink()
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE) and path.is_file():  # another was faster
+            return
         reason = f"{path}: could not be written ({error.strerror}); expected room for it"
         raise OSError(
             error.errno, f"{reason}. Make some and run the same command again: finished files are kept"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_hf.storage import sealed
 from eagle31_hf.storage.sealed import open_sealed, write_sealed
-from eagle31_hf.storage.tensor_file import CHUNK_BYTES, DTYPES, Entry, write_tensor_file
+from eagle31_hf.storage.tensor_file import CHUNK_BYTES, DTYPES, Entry, tensor_chunks, write_tensor_file
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -72,6 +72,20 @@ def test_a_sealed_file_is_replaced_and_read_with_its_facts(tmp_path):
         expected = tensors()[name][:2]
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
         assert tensor.view(torch.uint8).equal(expected.view(torch.uint8))
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_of_several_that_write_a_file_at_once_the_first_to_finish_has_written_it(tmp_path):
+    path, ids = tmp_path / "file.safetensors", torch.arange(4)
+
+    def chunks():
+        yield from tensor_chunks(ids[:2])
+        write_sealed(path, {"ids": Entry.of_tensor(ids)}, {})  # another, meanwhile
+        yield from tensor_chunks(ids[2:])
+
+    write_sealed(path, {"ids": Entry("I64", (4,), chunks)}, {})
+    with open_sealed(path, verify=True) as file:
+        assert file.get_tensor("ids").equal(ids)
     assert [*tmp_path.iterdir()] == [path]
 
 
