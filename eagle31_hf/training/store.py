@@ -133,7 +133,7 @@ def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any
     staged = folder / f"{MANIFEST}.{uuid.uuid4().hex}.partial"
     try:
         write_json(staged, asdict(manifest))
-        os.link(staged, folder / MANIFEST)  # unlike a rename, it fails for all but the first
+        _publish(staged, folder / MANIFEST)
     except FileExistsError:
         found, expected = _flat(read_manifest(folder)), _flat(manifest)
         for name in sorted(found.keys() | expected.keys()):
@@ -144,6 +144,18 @@ def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any
                 ) from None
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _publish(staged: Path, path: Path) -> None:
+    """Has a file go by another name. Raises FileExistsError where there is one of that name."""
+    try:
+        os.link(staged, path)  # unlike a rename, it fails for all but the first
+    except FileExistsError:
+        raise
+    except OSError:  # FAT, network and cloud folders have no links: of two at the same moment the last wins there
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.replace(staged, path)
 
 
 def shard_path(folder: str | Path, index: int) -> Path:

@@ -1,6 +1,7 @@
 """Stores of examples: what is read is what was written, and what was not wholly written is not there."""
 
 import copy
+import errno
 import json
 import multiprocessing
 import pickle
@@ -222,6 +223,18 @@ def test_the_same_target_from_elsewhere_opens_the_store_again(tmp_path):
     before = (tmp_path / "manifest.json").read_bytes()
     open_store(tmp_path, replace(MANIFEST, **ELSEWHERE))
     assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+def test_a_folder_without_hard_links(tmp_path, monkeypatch):
+    def link(source, destination):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    for _ in range(2):
+        open_store(tmp_path, MANIFEST)
+    with pytest.raises(ValueError, match="num_records is"):
+        open_store(tmp_path, replace(MANIFEST, num_records=11))
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def _open(folder, number, barrier, results) -> None:
