@@ -1,6 +1,6 @@
 """`Eagle31Config`: the fields of a drafter's config, and how they are read from and written to config.json."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -61,20 +61,6 @@ def hub_options(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         HUB_OPTIONS_GIVEN.reset(token)
-
-
-Completer = Callable[[Mapping[str, Any], Mapping[str, Any]], "Eagle31Config"]
-_COMPLETERS = list[Completer]()
-
-
-def completes_configs(function: Completer) -> Completer:
-    """Registers the function that completes a config which only points to its weights.
-
-    It is called with the values of config.json and the keyword arguments of the `from_pretrained` under way. A config
-    knows nothing of formats; `checkpoints`, which does and is always loaded with this package, registers its own.
-    """
-    _COMPLETERS[:] = [function]
-    return function
 
 
 def default_layer_ids(num_target_layers: int) -> list[int]:
@@ -150,6 +136,7 @@ class Eagle31Config(PreTrainedConfig):
 
     model_type = "eagle31"
     keys_to_ignore_at_inference = [CACHE]
+    complete = None  # `complete_config`, which `checkpoints.read` sets: a config knows nothing of formats
 
     vocab_size: int = 32000
     draft_vocab_size: int | None = None
@@ -233,9 +220,9 @@ class Eagle31Config(PreTrainedConfig):
         if not kwargs.get("return_unused_kwargs"):
             cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
         if config_dict.get("weights_from") is not None:
-            [complete] = _COMPLETERS
-            config_dict = complete(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
-        return super().from_dict(_read_part(config_dict, cls._own_names()), **kwargs)
+            config_dict = cls.complete(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
+        given = {name: kwargs.pop(name) for name in cls._own_names() & kwargs.keys()}
+        return super().from_dict(_read_part(config_dict, cls._own_names()) | given, **kwargs)
 
     @classmethod
     def from_json_file(cls, json_file):
@@ -270,8 +257,7 @@ class Eagle31Config(PreTrainedConfig):
     @classmethod
     def _own_names(cls) -> set[str]:
         """Returns the names of the fields that this class, or a subclass, adds to `PreTrainedConfig`."""
-        inherited = {field.name for field in fields(PreTrainedConfig)} - Eagle31Config.__annotations__.keys()
-        return {field.name for field in fields(cls)} - inherited
+        return {field.name for field in fields(cls)} - (base_names() - Eagle31Config.__annotations__.keys())
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:

@@ -280,6 +280,24 @@ def test_a_keyword_that_is_no_field_is_refused_with_the_nearest_name(name, meant
     assert not hasattr(config, name)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_hidden_layers": 2}, "layer_types"),
+        ({"norm_before_fc": True}, "fc_norm and norm_before_fc"),
+        ({"aux_hidden_state_layer_ids": [3, 2]}, "aux_hidden_state_layer_ids"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_given_are_checked_with_those_of_the_file(given, message, tmp_path):
+    Eagle31Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"(?s){tmp_path}: config\.json: .*{message}"):
+        Eagle31Config.from_pretrained(tmp_path, **given)
+    given = {"num_hidden_layers": 2, "layer_types": None, "draft_vocab_size": None}
+    config, unused = Eagle31Config.from_pretrained(tmp_path, return_unused_kwargs=True, **given)
+    assert (len(config.layer_types), config.draft_vocab_size, unused) == (2, config.vocab_size, {})
+
+
 def test_what_transformers_takes_is_taken(tmp_path):
     given = {
         "name_or_path": "a/b",

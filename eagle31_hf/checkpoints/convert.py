@@ -15,6 +15,7 @@ from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import Entry
 from .files import STAGED, WEIGHT_NAMES, WEIGHTS, check_file_name
 from .knobs import KNOBS_FILE
+from .producers import NATIVE
 from .read import Checkpoint, read_checkpoint
 from .sharing import Stamps, folder_lock, stamps, unchanged
 from .sources import check_name
@@ -107,6 +108,7 @@ def _with_history(native: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 #   stage   config.json*, old weights*; eagle31-converting/model.safetensors, original/config.json
 #   commit  config.json* pointing to eagle31-converting/model.safetensors*; old weights, original/config.json
 #   tidy    config.json*, model.safetensors*; everything old in original/
+# The drafting knobs (generation_config.json) are read from beside the weights, and staged with them.
 # The commit is one rename. All of it is done under the folder's lock, and the next conversion removes what a killed
 # process has left in eagle31-converting/.
 
@@ -164,22 +166,27 @@ def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
-    """Writes the new weights where nobody reads them yet, and copies the old config to original/."""
+    """Writes the new weights, and the knobs, where nobody reads them yet, and copies the old config to original/."""
     original, staged = folder / ORIGINAL, folder / STAGED
     names = {file.name for file in checkpoint.files.weight_files} | {
         name for name in WEIGHT_NAMES if (folder / name).is_file()
     }
+    if checkpoint.format != NATIVE and (folder / KNOBS_FILE).is_file():
+        names.add(KNOBS_FILE)  # of another library: it would count from now on
     _check_room(folder, names)
     shutil.rmtree(staged.parent, ignore_errors=True)
     work = _new_work(folder)
     try:
         with unchanged(before, folder):
             write_weights(work / WEIGHTS, entries(checkpoint), checkpoint.source)
+            if checkpoint.knobs:
+                write_json(staged.with_name(KNOBS_FILE), checkpoint.knobs)
             write_json(work / RECORD, record(checkpoint) | {"weight_files": sorted(names)})
             shutil.copyfile(folder / "config.json", work / "config.json")
     except BaseException:
         shutil.rmtree(staged.parent, ignore_errors=True)
         raise
+
     os.replace(work / WEIGHTS, staged)
     original.mkdir(exist_ok=True)
     for name in (RECORD, "config.json"):
@@ -187,7 +194,7 @@ def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
 
 
 def _check_room(folder: Path, names: set[str]) -> None:
-    """Raises ValueError where the weight files `names` cannot be moved to original/.
+    """Raises ValueError where the files `names` cannot be moved to original/.
 
     They may be links, or original/ may hold files of an earlier conversion.
     """
@@ -244,7 +251,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _recorded(path: Path) -> list[str]:
-    """Returns the weight files that a record lists.
+    """Returns the files that a record lists: weights, and the generation config of another library.
 
     Raises ValueError for a name that leads out of the folder: the record may have come with a download.
     """

@@ -4,8 +4,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from ..json_file import read_json
 
 KNOBS_FILE = "generation_config.json"
@@ -37,30 +35,13 @@ def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None
 
 
 def read_knobs(folder: Path) -> dict[str, Any]:
-    """Returns the values of a folder's generation_config.json, by the names of `GenerationConfig`.
+    """Returns the drafting knobs of a folder's generation_config.json, the only values of it that are read.
 
-    Without such a file there are none. Only numbers, words and lists of numbers are read: a drafter needs no more.
-    Raises ValueError for a damaged file, for knobs out of range, and for values that `GenerationConfig` refuses.
+    Without such a file there are none. Raises ValueError for a damaged file, and for knobs out of range.
     """
     path = folder / KNOBS_FILE
-    if not path.is_file():
-        return {}
-    known = {*vars(GenerationConfig()), *KNOBS}
-    values = {
-        name: value
-        for name, value in read_json(path).items()
-        if name in known and not name.startswith("_") and _is_plain(value)
-    }
-    for name in KNOBS:
-        if values.get(name) is not None:
-            check_knob(name, values[name], f"{path}: ")
-    try:
-        GenerationConfig.from_dict(dict(values))
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{path}: {str(error)[:500]}") from None
-    return values
-
-
-def _is_plain(value: Any) -> bool:
-    is_list = isinstance(value, list) and all(type(item) is int for item in value)
-    return value is None or is_list or isinstance(value, bool | int | float | str)
+    values = read_json(path) if path.is_file() else {}
+    knobs = {name: values[name] for name in KNOBS if values.get(name) is not None}
+    for name, value in knobs.items():
+        check_knob(name, value, f"{path}: ")
+    return knobs

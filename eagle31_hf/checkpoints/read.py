@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor
 
 from .. import vocab
-from ..configuration import HUB_OPTIONS, Eagle31Config, base_names, completes_configs
+from ..configuration import HUB_OPTIONS, Eagle31Config, base_names
 from ..json_file import show
 from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
@@ -104,15 +103,9 @@ def read_checkpoint(
     files = open_files(str(source), **hub)
     if files.config.get("weights_from") is not None and not files.tensors:
         files, overrides = _follow(files, overrides, hub)
-    if not files.tensors:
-        raise ValueError(
-            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or"
-            " weights_from in it."
-        )
     return _understand(str(source), files, overrides, aux_layer_convention)
 
 
-@completes_configs
 def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagle31Config:
     """Returns the whole config of a drafter whose config.json, `values`, only points to its weights.
 
@@ -125,10 +118,18 @@ def complete_config(values: Mapping[str, Any], given: Mapping[str, Any]) -> Eagl
     return _understand(files.source, files, stated, None).config
 
 
+Eagle31Config.complete = staticmethod(complete_config)  # type: ignore[assignment]
+
+
 def _understand(
     source: str, files: CheckpointFiles, overrides: dict[str, Any], aux_layer_convention: str | None
 ) -> Checkpoint:
     """Returns the checkpoint that the files are. Raises ValueError as `read_checkpoint` does."""
+    if not files.tensors:
+        raise ValueError(
+            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or"
+            " weights_from in it."
+        )
     producer, sign = identify(files)
     reasons = [f"{producer.name}: {sign}"]
     names, dropped = native_names(files.tensors, files.source)
@@ -139,7 +140,9 @@ def _understand(
     knobs: dict[str, Any] = {}
     if producer.name == NATIVE:
         notes += _misspelt(files.config)
-        config, knobs = build_config(files.config | overrides, files.source), read_knobs(files.folder)
+        # beside weights of its own, it points to no others
+        config = build_config(files.config | overrides | {"weights_from": None}, files.source)
+        knobs = read_knobs(files.weight_files[0].parent)  # a conversion in place stages them beside the weights
     else:
         refuse_other_graphs(shapes, files.source, files.config.get("model_type"))
         config = foreign_config(files, producer, shapes, overrides, aux_layer_convention, reasons, notes)
@@ -154,23 +157,10 @@ def _follow(
     """Returns the files to which a Hub-hosted config points, and the fields it states, over which `overrides` win."""
     where = f"{files.source}: config.json: weights_from"
     repo_id, revision = linked_weights(files.config["weights_from"], where)
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{where} names {repo_id!r} ({error}); expected a Hub repository, owner/name.") from None
-    if repo_id.count("/") != 1 or Path(repo_id).exists():
-        raise ValueError(
-            f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository."
-        )
     if repo_id == files.source:
         raise ValueError(f"{where} names the repository itself, {repo_id}; expected the one that holds the weights.")
     options = {name: hub[name] for name in LINK_OPTIONS if name in hub}
-    stated = {
-        name: value for name, value in files.config.items() if name not in NOT_OVERRIDES and not name.startswith("_")
-    }
-    refuse_unknown(
-        stated, FIELDS, "fields of Eagle31Config, which win over those of the weights", f"{files.source}: config.json: "
-    )
+    stated = stated_fields(files.config, files.source)
     base = open_files(repo_id, revision=revision, **options)
     if base.config.get("weights_from") is not None:
         raise ValueError(
@@ -179,12 +169,25 @@ def _follow(
     return base, stated | overrides
 
 
+def stated_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns the fields that a config.json which points to its weights states itself. Raises ValueError for a key that
+    is no field."""
+    stated = {name: value for name, value in values.items() if name not in NOT_OVERRIDES and not name.startswith("_")}
+    expected = "fields of Eagle31Config, which win over those of the weights"
+    refuse_unknown(stated, FIELDS, expected, f"{source}: config.json: ")
+    return stated
+
+
 def linked_weights(link: Any, where: str) -> tuple[str, str | None]:
     """Returns repository and revision of a `weights_from`, which stands at `where`. Raises ValueError for what is
-    none."""
+    none, and for what names no repository of the Hub."""
     repo_id, revision = (link.get("repo_id"), link.get("revision")) if isinstance(link, dict) else (None, None)
     if not isinstance(repo_id, str) or not isinstance(revision, str | None):
         raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id) or Path(repo_id).exists():
+        raise ValueError(
+            f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository."
+        )
     return repo_id, revision
 
 

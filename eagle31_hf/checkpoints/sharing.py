@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from transformers.utils import logging
 
 from .files import SIDE_FILES, SUBFOLDERS
+from .knobs import KNOBS_FILE
 
 try:
     import fcntl
@@ -23,6 +24,7 @@ logger = logging.get_logger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 LOCK = ".eagle31.lock"  # it exists while a process changes the folder; if that is killed, until the next one is done
 _held = threading.local()  # of this thread: the `folders` whose lock it holds, by device and inode
+READ_FILES = ("config.json", KNOBS_FILE, *SIDE_FILES)  # besides weights and their indices
 ATTEMPTS = 5  # at reading: one conversion in place changes the files twice, at its commit and with the final layout
 
 
@@ -148,7 +150,7 @@ def stamps(source: str | os.PathLike | None, subfolder: str | None = None) -> St
     for sub in SUBFOLDERS if source is not None else ():
         folder = Path(source, subfolder or "", sub)
         for path in folder.glob("*") if os.path.isdir(folder) else ():
-            if path.name in ("config.json", *SIDE_FILES) or path.name.endswith((".safetensors", ".bin", ".index.json")):
+            if path.name in READ_FILES or path.name.endswith((".safetensors", ".bin", ".index.json")):
                 with suppress(OSError):  # a broken or circular link, or gone this moment
                     status = path.stat()
                     if stat.S_ISREG(status.st_mode):  # not a folder or a device under such a name

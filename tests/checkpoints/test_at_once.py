@@ -464,3 +464,7 @@ def test_only_files_tell_that_a_folder_has_changed(tmp_path, goal):
     before = stamps(folder)
     (folder / "eagle_meta.pt").symlink_to(goal)
     assert stamps(folder) == before
+    for name in ("generation_config.json", WEIGHTS):
+        (folder / name).write_bytes(b"")
+        assert stamps(folder).keys() - before.keys() == {str(folder / name)}
+        before = stamps(folder)

@@ -98,6 +98,15 @@ def test_knobs_are_copied_from_a_native_checkpoint_only(tmp_path):
     assert not (tmp_path / "specforge-converted" / "generation_config.json").exists()
 
 
+@pytest.mark.parametrize("discard", [False, True])
+def test_another_librarys_generation_config_does_not_count_after_a_conversion_in_place_either(discard, tmp_path):
+    SPECFORGE.write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"num_assistant_tokens": 20}')
+    convert_checkpoint(tmp_path, discard_original=discard)
+    assert Eagle31DrafterModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == "auto"
+    assert ("original/generation_config.json" in contents(tmp_path)) is not discard
+
+
 def test_each_tensor_keeps_its_dtype(tmp_path):
     SPECFORGE.write(tmp_path / "source")
     layout = replace(
@@ -334,6 +343,9 @@ def assert_old_or_new(folder: Path, layout, before: dict[str, bytes], discard: b
 def test_a_killed_conversion_leaves_the_old_or_the_new_and_can_be_finished(name, discard, tmp_path):
     layout, source, folder = KILLED[name], tmp_path / "source", tmp_path / "drafter"
     drafter = layout.write(source)
+    # knobs of a native checkpoint; of another library, whose file is not read, what no knob can be
+    knobs = {"num_assistant_tokens": 9} if name == "native_with_another_field" else {}
+    (source / "generation_config.json").write_text(json.dumps(knobs or {"num_assistant_tokens": 0}))
     before = contents(source)
 
     def convert() -> None:
@@ -347,6 +359,7 @@ def test_a_killed_conversion_leaves_the_old_or_the_new_and_can_be_finished(name,
         assert_old_or_new(folder, layout, before, discard)
         kinds.append(is_new(folder, layout))
         assert_loads(folder, drafter, **({} if kinds[-1] else layout.options))
+        assert read_checkpoint(str(folder), layout.options).knobs == knobs
         convert()
         assert contents(folder) == finished
     assert kinds == sorted(kinds)  # once it is the new checkpoint, it stays it

@@ -396,6 +396,12 @@ def test_a_config_of_another_kind_is_refused(config, tmp_path):
         Eagle31DrafterModel.from_pretrained(tmp_path, config=config)
 
 
+def test_a_config_beside_weights_of_its_own_points_to_no_others(tmp_path):
+    drafter = LAYOUTS["native"].write(tmp_path)
+    edited(tmp_path, weights_from={"repo_id": "nobody/nothing", "revision": "main"})
+    assert_close("norm", Eagle31DrafterModel.from_pretrained(tmp_path).norm.weight, drafter.norm.weight)
+
+
 def test_an_unknown_convention_is_refused(tmp_path):
     SPECFORGE.write(tmp_path)
     with pytest.raises(ValueError, match="aux_layer_convention is 'outputs'; expected one of"):
