@@ -85,7 +85,7 @@ def check_drafter(
         *(Finding("note", None, note) for note in checkpoint.notes),
         *_findings(config, source, None if d2t is None else vocab.target_ids(d2t)),
     ]
-    num_bytes = sum(stored.nbytes for stored in checkpoint.tensors.values())
+    num_bytes = sum(stored.entry().nbytes for stored in checkpoint.tensors.values())
     return DrafterReport(name, config, checkpoint.num_parameters, num_bytes, findings)
 
 

@@ -2,6 +2,7 @@
 repository's code is run."""
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from ..checkpoints.files import WEIGHT_NAMES, read_index
+from ..checkpoints.infer import CONTRADICTIONS
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
@@ -22,17 +23,6 @@ from .shrink import LAYER_COUNTS, NOT_READ
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-# What config classes raise for values that contradict each other or have the wrong type.
-CONTRADICTIONS = (
-    StrictDataclassError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ZeroDivisionError,
-    OverflowError,
-)
 # of weights in files with other names than usual, as a trainer or the model's own code may give them
 OTHER_WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -197,9 +187,10 @@ def _weight_bytes(folder: Path) -> int | None:
 def build(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None = None
 ) -> PreTrainedModel:
-    """A model with random weights. Of a multimodal config, a class of the decoder alone gets the decoder's."""
+    """A model with random weights, which has a copy of the config: a model writes to its own. Of a multimodal config,
+    a class of the decoder alone gets the decoder's."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):
         config = config.get_text_config(decoder=True)
     options = {} if attention is None else {"attn_implementation": attention}
-    return model_class._from_config(config, **options).eval()
+    return model_class._from_config(deepcopy(config), **options).eval()

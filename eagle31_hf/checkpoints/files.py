@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from ..json_file import NOT_TEXT, parse_json, read_json, show
-from ..storage.tensor_file import CHUNK_BYTES, DTYPES, NAME_OF_DTYPE, Entry, tensor_chunks
+from ..storage.tensor_file import CHUNK_BYTES, NAME_OF_DTYPE, Entry, tensor_chunks
+from .knobs import KNOBS_FILE
 from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config
 
@@ -53,16 +53,13 @@ class StoredTensor:
     file: Path
     start: int | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
-
     def chunks(self) -> Iterator[memoryview]:
         """Yields its bytes in pieces of at most CHUNK_BYTES; each is valid until the next is asked for."""
         if self.start is None:
             yield from tensor_chunks(self.load())
             return
-        buffer, left = memoryview(bytearray(min(CHUNK_BYTES, self.nbytes))), self.nbytes
+        left = self.entry().nbytes
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.start)
             while left:
@@ -115,8 +112,9 @@ def find(source: str, **hub: Any) -> Path:
     # "main" may move while files are fetched
     options["revision"] = extract_commit_hash(config, None) or hub.get("revision")
     _fetch_weights(source, Path(config), options)
-    with suppress(HubError):  # the file is optional
-        fetch(source, "generation_config.json", **options)
+    for name in (KNOBS_FILE, *SIDE_FILES):
+        with suppress(HubError):  # these files are optional
+            fetch(source, name, **options)
     return Path(config).parent
 
 

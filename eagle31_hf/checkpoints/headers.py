@@ -25,7 +25,11 @@ class RangeError(Exception):
 
 
 def read_headers(
-    name: str, overrides: Mapping[str, Any] | None = None, convention: str | None = None, revision: str | None = None
+    name: str,
+    overrides: Mapping[str, Any] | None = None,
+    convention: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> Checkpoint:
     """Reads a checkpoint as `read_checkpoint` does, without its weights where it is on the Hub.
 
@@ -34,65 +38,68 @@ def read_headers(
     something is not there or the Hub fails, ValueError for an unsound checkpoint.
     """
     check_name(name)
-    if Path(name).exists() or isinstance(try_to_load_from_cache(name, WEIGHTS, revision=revision), str):
-        return read_checkpoint(name, overrides, convention, revision=revision)
+    hub: dict[str, Any] = {"revision": revision, "token": token}
+    if Path(name).exists():
+        return read_checkpoint(name, overrides, convention, **hub)
+    config = find_config(name, **hub)
+    hub["revision"] = extract_commit_hash(config, None) or revision  # the cache may hold the weights of another commit
+    if isinstance(try_to_load_from_cache(name, WEIGHTS, revision=hub["revision"]), str):
+        return read_checkpoint(name, overrides, convention, **hub)
     with TemporaryDirectory() as folder:
         try:
-            _copy_headers(name, revision, Path(folder))
+            _copy_headers(name, Path(config), Path(folder), hub)
             return replace(read_checkpoint(folder, overrides, convention), source=name)
         except RangeError:
-            return read_checkpoint(name, overrides, convention, revision=revision)
+            return read_checkpoint(name, overrides, convention, **hub)
         except ValueError as error:
             raise ValueError(str(error).replace(folder, name)) from None
 
 
-def _copy_headers(name: str, revision: str | None, folder: Path) -> None:
+def _copy_headers(name: str, config: Path, folder: Path, hub: Mapping[str, Any]) -> None:
     """Copies a repository's files into a folder, of the weights headers and vocabulary maps alone: the copies of weight
     files are sparse, and as long as the files.
 
-    Raises RangeError where that cannot be done, OSError where the Hub fails.
+    `hub`: revision and token. Raises RangeError where that cannot be done, OSError where the Hub fails.
     """
-    config = Path(find_config(name, revision=revision))
-    commit = extract_commit_hash(str(config), None) or revision
     if read_json(config).get("weights_from") is not None:
         raise RangeError
     (folder / "config.json").write_bytes(config.read_bytes())
-    if not _fetch_header(name, WEIGHTS, commit, folder):
-        if not _fetch_whole(name, WEIGHTS_INDEX, commit, folder):
+    if not _fetch_header(name, WEIGHTS, folder, hub):
+        if not _fetch_whole(name, WEIGHTS_INDEX, folder, hub):
             raise RangeError
         for shard in sorted(set(read_index(folder / WEIGHTS_INDEX).values())):
-            if not _fetch_header(name, shard, commit, folder):
+            if not _fetch_header(name, shard, folder, hub):
                 raise RangeError
     for side_file in (*SIDE_FILES, KNOBS_FILE):
-        _fetch_whole(name, side_file, commit, folder)
+        _fetch_whole(name, side_file, folder, hub)
 
 
-def _fetch_whole(name: str, file: str, commit: str | None, folder: Path) -> bool:
+def _fetch_whole(name: str, file: str, folder: Path, hub: Mapping[str, Any]) -> bool:
     """Writes a copy of the file. Returns False where the repository has no such file."""
-    found = fetch(name, file, revision=commit)
+    found = fetch(name, file, **hub)
     if found is not None:
         (folder / file).write_bytes(Path(found).read_bytes())
     return found is not None
 
 
-def _fetch_header(name: str, file: str, commit: str | None, folder: Path) -> bool:
+def _fetch_header(name: str, file: str, folder: Path, hub: Mapping[str, Any]) -> bool:
     """Writes a sparse copy of the file. Returns False where the repository has no such file.
 
     Raises RangeError where no part of it is served, HubError where the connection fails.
     """
-    url = hf_hub_url(name, file, revision=commit)
+    url, token = hf_hub_url(name, file, revision=hub["revision"]), hub["token"]
     try:
-        size = get_hf_file_metadata(url).size
-        (length,) = struct.unpack("<Q", _fetch(url, 0, 8))
+        size = get_hf_file_metadata(url, token=token).size
+        (length,) = struct.unpack("<Q", _fetch(url, token, 0, 8))
         if size is None or not 0 < length <= min(size - 8, MAX_BYTES):
             raise RangeError
-        header = _fetch(url, 8, length)
+        header = _fetch(url, token, 8, length)
         with open(folder / file, "wb") as copy:
             copy.write(struct.pack("<Q", length) + header)
             copy.truncate(size)
             for start, end in _maps(header, size - 8 - length):
                 copy.seek(8 + length + start)
-                copy.write(_fetch(url, 8 + length + start, end - start))
+                copy.write(_fetch(url, token, 8 + length + start, end - start))
     except EntryNotFoundError:
         return False
     # the reader of whole files, which is tried next, says in plain words what the Hub answers
@@ -122,11 +129,11 @@ def _maps(header: bytes, num_bytes: int) -> Iterator[tuple[int, int]]:
                 yield start, end
 
 
-def _fetch(url: str, start: int, count: int) -> bytes:
+def _fetch(url: str, token: str | bool | None, start: int, count: int) -> bytes:
     """Downloads `count` bytes of a file on the Hub, from `start` on. Raises RangeError where it sends others."""
     if not 0 < count <= MAX_BYTES:
         raise RangeError
-    headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}"}
+    headers = build_hf_headers(token=token) | {"Range": f"bytes={start}-{start + count - 1}"}
     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
         if response.status_code != 206:
             raise RangeError

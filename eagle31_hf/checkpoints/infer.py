@@ -14,6 +14,9 @@ from .files import FLOATS, CheckpointFiles
 from .producers import SPECULATORS, Producer
 from .tensors import MASK, Shapes, layer_count
 
+# What config classes raise for values that contradict each other or have the wrong type.
+CONTRADICTIONS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 
 def foreign_config(
     files: CheckpointFiles,
@@ -42,7 +45,7 @@ def foreign_config(
     if "aux_hidden_state_layer_ids" not in overrides:
         ids, reason = _find_ids(files, producer, convention)
         fields["aux_hidden_state_layer_ids"] = ids
-        (notes if ids is None else reasons).append(reason)
+        (notes if ids is None else reasons).append(reason.removeprefix(f"{source}: "))
     fields |= overrides
     _add_mask(fields, files, shapes, overrides)
     _add_target_width(fields, files, shapes, notes)
@@ -230,7 +233,7 @@ def build_config(fields: dict[str, Any], source: str) -> Eagle31Config:
     """Returns the config of these fields. Raises ValueError, naming the checkpoint, for fields that it refuses."""
     try:
         return Eagle31Config.from_dict(fields)
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except CONTRADICTIONS as error:
         raise ValueError(f"{source}: config.json: {str(error)[:500]}") from error
 
 
@@ -245,7 +248,7 @@ def check_computable(config: Eagle31Config, source: str) -> None:
         factors = [config.rope_parameters.get(name, 1.0) for name in ("factor", "mscale_all_dim")]
         if config.kv_lora_rank is not None and not all(isinstance(factor, int | float) for factor in factors):
             reason = "factor or mscale_all_dim is no number"
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (*CONTRADICTIONS, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         expected = f"a rope of transformers, complete ({reason[:200]})"

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlavaConfig
 
 from eagle31_hf import demo
 from eagle31_hf.checking import check_target
@@ -66,6 +66,14 @@ def test_a_drafter_in_a_targets_place_is_refused_everywhere(tmp_path, config, si
             read(folder)
         assert folder in str(refusal.value)
         assert sign in str(refusal.value)
+
+
+def test_a_config_that_is_asked_about_stays_as_it_was():
+    config = LlavaConfig(text_config=LlamaConfig(dtype="float16").to_dict(), dtype="bfloat16")
+    before, attention = config.to_dict(), config._attn_implementation_internal
+    assert read_target(config).outline is not None
+    assert config.to_dict() == before
+    assert config._attn_implementation_internal == attention
 
 
 def test_a_target_that_is_only_called_eagle_is_none(tmp_path):

@@ -16,6 +16,8 @@ from eagle31_hf.checkpoints.headers import read_headers
 from eagle31_hf.checkpoints.sources import HubError, fetch
 from eagle31_hf.cli import main
 
+from .repositories import BASE, original_release
+
 TARGET, DRAFTER = "org/target", "tester/drafter"
 CONFIG = {"model_type": "llama", "vocab_size": 61, "hidden_size": 20, "num_hidden_layers": 4, "num_attention_heads": 2}
 
@@ -69,6 +71,31 @@ def test_info_fetches_no_weights(hub, files, capsys):
     Eagle31DrafterModel.from_pretrained(DRAFTER)  # from the cache it says the same
     assert main(["info", DRAFTER]) == 0
     assert capsys.readouterr().out == online
+
+
+def test_info_reads_the_headers_of_what_is_there_now(hub):
+    """The cache holds the weights of an earlier commit."""
+    build(num_attention_heads=2).save_pretrained(hub.home / "old")
+    hub.add(DRAFTER, {name: (hub.home / "old" / name).read_bytes() for name in ("config.json", "model.safetensors")})
+    Eagle31DrafterModel.from_pretrained(DRAFTER)
+    build(num_attention_heads=2, seed=1).save_pretrained(hub.home / "new")
+    hub.add(DRAFTER, {"model.safetensors": (hub.home / "new" / "model.safetensors").read_bytes()})
+    hub.log.clear()
+    assert read_headers(DRAFTER).num_parameters
+    assert {request.status for request in hub.requests("GET", "/storage/")} == {206}
+
+
+def test_the_reasons_are_those_of_a_local_copy(hub, tmp_path):
+    """No folder of the copy of its headers is named in them."""
+    files = original_release(build(num_attention_heads=2, fc_norm=False, norm_output=False))
+    config = json.loads(files["config.json"]) | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    files["config.json"] = json.dumps(config).encode()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    hub.add(BASE, files)
+    reasons = read_headers(BASE).reasons
+    assert reasons == read_headers(str(tmp_path)).reasons
+    assert "config.json: eagle_aux_hidden_state_layer_ids [1, 2, 4] are boundary ids" in reasons
 
 
 def test_what_is_wrong_with_a_drafter_names_its_repository(hub, files):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from factories import build
 from huggingface_hub import ModelCard, snapshot_download
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from transformers import AutoConfig, AutoModel
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
@@ -147,6 +147,16 @@ def test_a_download_that_breaks_off_is_resumed(hub, drafter):
     hub.break_download(after=4_000)
     assert_same(Eagle31DrafterModel.from_pretrained(BASE), drafter)
     assert any(request.sent == 4_000 for request in hub.requests("GET"))
+
+
+def test_a_vocabulary_in_a_file_of_its_own_is_fetched(hub, drafter, tmp_path):
+    """As NeMo's older layout has it."""
+    drafter.save_pretrained(tmp_path)
+    tensors = {name: value for name, value in drafter.state_dict().items() if name not in ("d2t", "t2d")}
+    torch.save({"selected_token_ids": drafter.draft_to_target_ids()}, tmp_path / "eagle_meta.pt")
+    files = {name: (tmp_path / name).read_bytes() for name in ("config.json", "eagle_meta.pt")}
+    hub.add(REPO, files | {"model.safetensors": save(tensors)})
+    assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
 
 
 def test_what_was_fetched_once_loads_without_the_hub(hub, drafter):
