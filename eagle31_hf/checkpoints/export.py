@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import vocab
@@ -25,6 +25,7 @@ from .keys import DRAFTER, FLAGS, write_geometry
 from .producers import EXPORTED_BY, NATIVE
 from .read import read_checkpoint
 from .sharing import stamps, unchanged
+from .tensors import expected_tensors
 from .write import write_weights
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
@@ -76,8 +77,7 @@ SPECULATORS_CANNOT: tuple[Rule, ...] = (
     QWEN_MLP,
     (lambda c: c.kv_lora_rank is not None, "it has no MLA drafter"),
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
-    (lambda c: c.num_aux_states != 3 and c.aux_hidden_state_layer_ids is None, "it needs the layer ids written out"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,15 @@ def engine_config(config: Eagle31Config, format: str = "vllm", target_type: str 
     return chosen.config(config, target_type) | {EXPORTED_BY: NATIVE}  # so that it is read back without a question
 
 
+def refusal(config: Eagle31Config, format: str) -> str | None:
+    """Returns why the engine of an export format cannot run a drafter, None where it can."""
+    try:
+        engine_config(config, format)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def launch_line(config: Eagle31Config, folder: str | os.PathLike, format: str, depth: int = 5) -> str:
     """Returns the shell command that serves the target with an exported drafter, its words quoted where need be.
 
@@ -260,15 +269,22 @@ def export_checkpoint(
 
     `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2); by
     default it is taken from `target_model`. speculators reads draft vocabularies in ascending order only, so for it the
-    rows of the head are sorted. `options` are those of `convert_checkpoint`.
+    rows of the head are sorted. `aux_layer_convention` and `options`, those of `convert_checkpoint`, are for a
+    checkpoint; a loaded drafter is written as its config says.
 
-    Returns the new folder. Raises ValueError, before anything is written, where the engine cannot run the drafter or
-    the destination is not empty; OSError where the checkpoint is not there or changes meanwhile.
+    Returns the new folder. Raises ValueError, before anything is written, where the engine cannot run the drafter, it
+    is loaded and has adapters or is wrapped, or the destination is not empty; OSError where the checkpoint is not there
+    or changes meanwhile.
     """
-    path = None if isinstance(drafter_or_path, PreTrainedModel) else drafter_or_path
+    path = None if isinstance(drafter_or_path, nn.Module) else drafter_or_path
     subfolder = options.get("subfolder")
     before = stamps(path, subfolder)
-    if isinstance(drafter_or_path, PreTrainedModel):
+    if isinstance(drafter_or_path, nn.Module):
+        if options or aux_layer_convention:
+            raise ValueError(
+                f"export_checkpoint got {', '.join(options) or 'aux_layer_convention'} for a drafter that is loaded;"
+                " expected no options with it: set fields in its config."
+            )
         config, tensors, source = _of_model(drafter_or_path)
     else:
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
@@ -290,23 +306,32 @@ def export_checkpoint(
     return destination
 
 
-def _of_model(model: PreTrainedModel) -> tuple[Eagle31Config, dict[str, Entry], str]:
-    config: Any = model.config
+def _of_model(model: nn.Module) -> tuple[Eagle31Config, dict[str, Entry], str]:
+    """Returns config, tensors and class of a loaded drafter. Raises ValueError for another model, and for a drafter
+    with other tensors than its own."""
+    config: Any = getattr(model, "config", None)
     if not isinstance(config, Eagle31Config):
         raise ValueError(f"export_checkpoint got a {type(model).__name__}; expected an Eagle31DrafterModel or a path.")
     refuse_quantized(model, "exported")
     config = deepcopy(config)
     config.dtype = model.dtype  # it may have been moved to another since it was loaded
-    return config, {name: Entry.of_tensor(value) for name, value in model.state_dict().items()}, type(model).__name__
+    tensors = {name: Entry.of_tensor(value) for name, value in model.state_dict().items()}
+    others = sorted(tensors.keys() ^ expected_tensors(config).keys())
+    if others:
+        raise ValueError(
+            f"export_checkpoint got a drafter with other tensors than its config describes, as {others[0]}; expected"
+            " its own. Merge an adapter, and take a compiled drafter out of its wrapper, first."
+        )
+    return config, tensors, type(model).__name__
 
 
 def _ascending(tensors: Mapping[str, Entry], vocab_size: int) -> dict[str, Entry]:
     """Sorts the draft vocabulary by target ids, and the rows of the head with it."""
     ids = vocab.target_ids(_tensor(tensors["d2t"]))
-    order = ids.argsort()
-    if torch.equal(order, torch.arange(len(order))):
+
+    if bool((ids[1:] > ids[:-1]).all()):
         return dict(tensors)
-    head = tensors["lm_head.weight"]
+    order, head = ids.argsort(), tensors["lm_head.weight"]
     return dict(tensors) | {
         "d2t": Entry.of_tensor(vocab.offsets(ids[order])),
         "lm_head.weight": replace(head, chunks=lambda: Entry.of_tensor(_tensor(head)[order]).chunks()),

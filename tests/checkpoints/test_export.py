@@ -107,6 +107,9 @@ def test_an_unsorted_vocabulary_is_sorted_for_speculators_and_logits_with_it(tmp
     tokens, states = inputs(drafter)
     logits = [m(tokens, target_hidden_states=states).logits for m in (drafter, loaded)]
     assert_close("logits", logits[1], logits[0][..., order])
+    with torch.device("meta"):  # beside a default device it is the same
+        export_checkpoint(drafter, tmp_path / "again", "speculators")
+    assert contents(tmp_path / "again") == contents(tmp_path / "exported")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -448,6 +451,22 @@ def test_weights_that_are_not_finite_are_refused(format, tmp_path):
 def test_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got a LlamaForCausalLM; expected an Eagle31DrafterModel or a path"):
         export_checkpoint(target(), tmp_path / "exported")
+
+
+def test_a_drafter_with_other_tensors_than_its_own_is_refused(tmp_path):
+    adapted = build(**IDS)
+    adapted.add_adapter(pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"]))
+    for drafter in (adapted, torch.compile(build(**IDS))):
+        with pytest.raises(ValueError, match=r"with other tensors than its config describes, .*Merge an adapter"):
+            export_checkpoint(drafter, tmp_path / "exported")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"norm_output": False}, {"aux_layer_convention": "output"}])
+def test_options_with_a_loaded_drafter_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match=f"got {next(iter(options))} for a drafter that is loaded"):
+        export_checkpoint(build(**IDS), tmp_path / "exported", **options)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options", [{"norm_outptu": True}, {"destinaton": "x"}])
