@@ -18,7 +18,7 @@ from ..checkpoints.files import WEIGHT_NAMES, read_index
 from ..checkpoints.infer import CONTRADICTIONS
 from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
-from ..json_file import read_json
+from ..json_file import MAX_BYTES, read_json
 from .shrink import LAYER_COUNTS, NOT_READ
 
 MOST_LAYERS, MOST_IDS = 2000, 2**24  # more than any target has: configs are untrusted
@@ -172,12 +172,14 @@ def model_class_of(config: PreTrainedConfig, architectures: Any = None) -> Any:
 
 def _weight_bytes(folder: Path) -> int | None:
     """Bytes of the files transformers reads weights from, a copy in another layout (Mistral's consolidated.safetensors)
-    not among them; else of all that look like weights. None unless all are there. Raises ValueError for an index that
-    is unsound."""
+    not among them; else of all that look like weights. None unless all are there, and where their index is larger than
+    what is read: some targets have hundreds of thousands of tensors. Raises ValueError for an index that is unsound."""
     usual = next((folder / name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
     if usual is None:
         files = next((files for pattern in OTHER_WEIGHTS if (files := [*folder.glob(pattern)])), [])
     elif usual.name.endswith("index.json"):
+        if usual.stat().st_size > MAX_BYTES:
+            return None
         files = [folder / name for name in set(read_index(usual).values())]
     else:
         files = [usual]

@@ -11,9 +11,11 @@ from eagle31_hf import demo
 from eagle31_hf.checking import check_target
 from eagle31_hf.checking.source import read_target
 from eagle31_hf.cli import loading
+from eagle31_hf.json_file import MAX_BYTES
 
 SHARDS = {"model-00001-of-00002.safetensors": 50, "model-00002-of-00002.safetensors": 30}
 INDEX = json.dumps({"metadata": {}, "weight_map": dict(zip("ab", SHARDS, strict=True))})
+LARGE_INDEX = INDEX + " " * MAX_BYTES
 
 
 def write(folder: Path, config: dict) -> str:
@@ -39,9 +41,10 @@ def test_a_tilde_is_the_home_folder_in_both_names(tmp_path, monkeypatch):
         ({"consolidated.safetensors": 80, "pytorch_model.bin": 81}, 81),
         ({"consolidated-1.safetensors": 50, "consolidated-2.safetensors": 30, "scheduler.bin": 5}, 80),
         ({"model-00001-of-00002.safetensors": 50, "model.safetensors.index.json": INDEX}, None),
+        (SHARDS | {"model.safetensors.index.json": LARGE_INDEX}, None),
         ({}, None),
     ],
-    ids=["shards and a copy", "one file and a copy", "pickled", "other names", "a shard is missing", "none"],
+    ids=["shards and a copy", "one file and a copy", "pickled", "other names", "a shard is missing", "large", "none"],
 )
 def test_the_size_of_a_target_is_that_of_the_weights_it_is_loaded_from(tmp_path, files, num_bytes):
     folder = write(tmp_path / "target", LlamaConfig().to_dict())
