@@ -1,11 +1,12 @@
 """Drafters on the Hub: the model card, a folder's upload, and pull requests that convert somebody's repository."""
 
 import json
+import os
 import re
 import shlex
-import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -13,17 +14,20 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from .checkpoints import Checkpoint, convert_checkpoint, launch_line, read_checkpoint
+from .checkpoints import EXPORT_FORMATS, Checkpoint, convert_checkpoint, launch_line, read_checkpoint
+from .checkpoints.export import refusal
 from .checkpoints.files import STAGED
+from .checkpoints.headers import read_headers
 from .checkpoints.keys import FLAGS
-from .checkpoints.read import linked_weights
+from .checkpoints.knobs import KNOBS_FILE
+from .checkpoints.read import linked_weights, stated_fields
 from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
-from .configuration import Eagle31Config
+from .configuration import HUB_OPTIONS, Eagle31Config
 from .json_file import read_json
 from .markdown import code, inert, table
 from .printable import one_line
-from .storage.folders import read_text, write_json
+from .storage.folders import json_text, read_text
 
 CARD = "README.md"
 REPORT = "report.md"  # as `eagle31 drift` and `eagle31 bench acceptance` write it
@@ -105,7 +109,6 @@ def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
 
 def _usage(config: Eagle31Config, repo_id: str) -> str:
     target = _literal(config.target_model or "TARGET")
-    export = code(f"eagle31 export {shlex.quote(repo_id)} FOLDER --format vllm")
     return f"""# {kind(config)} drafter for {inert(config.target_model or "a target it does not name")}
 
 Drafts several tokens ahead; the target verifies them in one forward, and the text stays exactly the target's own.
@@ -118,15 +121,21 @@ target = AutoModelForCausalLM.from_pretrained({target}, dtype="auto", device_map
 drafter = eagle31_hf.Eagle31DrafterModel.from_pretrained({_literal(repo_id)}, dtype=target.dtype).to(target.device)
 inputs = AutoTokenizer.from_pretrained({target})("Why is the sky blue?", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
-```
+```{_serving(config, repo_id)}"""
 
-In vLLM, with `eagle31_hf` installed beside it:
 
-```bash
-{one_line(launch_line(config, repo_id, "vllm"))}
-```
-
-Without it, and for SGLang, {export} (or `sglang`) writes what they read."""
+def _serving(config: Eagle31Config, repo_id: str) -> str:
+    """Returns how engines that can run a drafter serve it; vLLM's plug-in follows no config to weights elsewhere."""
+    formats = [name for name in ("vllm", "sglang") if refusal(config, name) is None]
+    if not formats:
+        return ""
+    engines = " or ".join(EXPORT_FORMATS[name].engine for name in formats)
+    export = code(f"eagle31 export {shlex.quote(repo_id)} FOLDER --format {formats[0]}")
+    copy = f"\n\nA copy for {engines} alone is written by {export}{' (or `sglang`)' if len(formats) > 1 else ''}."
+    if "vllm" not in formats or config.weights_from is not None:
+        return copy
+    line = one_line(launch_line(config, repo_id, "vllm"))
+    return f"\n\nIn vLLM, with `eagle31_hf` installed beside it:\n\n```bash\n{line}\n```{copy}"
 
 
 def _literal(name: str) -> str:
@@ -186,26 +195,29 @@ def publish(
     folder has none; one that the repository has is kept. `report`: a report's folder, or its Markdown, which is
     uploaded, too, and put at the end of the card, in place of an earlier one. Files that an interrupted upload has
     sent are not sent again. Raises ValueError for a folder that is neither, is half converted or holds links that lead
-    out of it, OSError where the folder changes meanwhile or the Hub refuses.
+    out of it, or whose config points to no drafter, OSError where the folder changes meanwhile or the Hub refuses.
     """
     folder, api = Path(folder), HfApi(token=token)
     _check_repo_id(repo_id)
     measured = None if report is None else read_report(report)
-    _check_folder(folder)
+    if not (folder / "config.json").is_file():
+        found = "holds no config.json" if folder.is_dir() else "is no folder"
+        raise OSError(
+            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
+        )
     before = stamps(folder)
     values = read_json(folder / "config.json")
     if values.get("model_type") != Eagle31Config.model_type:
         raise ValueError(
             f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first."
         )
-    with TemporaryDirectory() as staging:
-        staged = Path(staging)
-        with unchanged(before, folder):
-            _stage(api, folder, values, staged, repo_id)
-        if measured is not None:
-            _report_into(staged / CARD, measured)
-            (staged / REPORT).write_text(measured, encoding="utf-8")
-        return upload(api, staged, repo_id, private, revision, create_pr, commit_message)
+    with unchanged(before, folder):
+        files = _files_of(api, folder, values, repo_id)
+    if measured is not None:
+        files[REPORT] = measured.encode()
+    settled = unchanged(before, folder)
+    options: dict[str, Any] = {"private": private, "revision": revision, "create_pr": create_pr}
+    return commit(api, repo_id, files, settled, commit_message=commit_message, **options)
 
 
 def read_report(source: str | Path) -> str:
@@ -220,30 +232,25 @@ def read_report(source: str | Path) -> str:
     return text
 
 
-def _stage(api: HfApi, folder: Path, values: dict[str, Any], staged: Path, repo_id: str) -> None:
-    """Puts the files of a folder that are to be uploaded into `staged`, weights as links, others as copies.
+def _files_of(api: HfApi, folder: Path, values: dict[str, Any], repo_id: str) -> dict[str, Path | bytes]:
+    """Returns the files of a folder that are to be uploaded: name -> path of weights, bytes of others.
 
     `values` are those of its config.json.
     """
+    names: list[str] = []
     if values.get("weights_from") is None or any(folder.glob("*.safetensors")):
         checkpoint = read_checkpoint(str(folder))
         if not checkpoint.is_native or values.get("transformers_weights") == STAGED:
             raise ValueError(f"{folder}: is not the native format yet; run `eagle31 convert {folder}` first.")
         config = checkpoint.config
-        names = [*(file.name for file in checkpoint.files.weight_files), "generation_config.json"]
+        names = [*(file.name for file in checkpoint.files.weight_files), KNOBS_FILE]
     else:
-        values["weights_from"] = _pinned(api, values["weights_from"], folder)
-        config = Eagle31Config.from_dict({name: value for name, value in values.items() if name != "weights_from"})
-        names = []
+        config = _of_linked(api, values, folder)
+        values["weights_from"] = config.weights_from
     _own_file(folder, "config.json")
-    write_json(staged / "config.json", values)
-    for name in names:
-        if (folder / name).is_file():
-            (staged / name).symlink_to(_own_file(folder, name))
-    if (folder / CARD).is_file():
-        shutil.copyfile(_own_file(folder, CARD), staged / CARD)
-    else:
-        (staged / CARD).write_text(render_card(config, None, repo_id), encoding="utf-8")
+    paths = {name: _own_file(folder, name) for name in (*names, CARD) if (folder / name).is_file()}
+    files = {name: path.read_bytes() if name.endswith((".json", ".md")) else path for name, path in paths.items()}
+    return {CARD: render_card(config, None, repo_id).encode(), **files, "config.json": json_text(values).encode()}
 
 
 def _own_file(folder: Path, name: str) -> Path:
@@ -261,19 +268,6 @@ def _own_file(folder: Path, name: str) -> Path:
     return file
 
 
-def _check_folder(folder: Path) -> None:
-    """Raises OSError for what is no folder, or has no config.json."""
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "there is no such folder"
-        raise OSError(
-            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
-        )
-    if not (folder / "config.json").is_file():
-        raise OSError(
-            f"{folder}: holds no config.json; expected that of a native checkpoint, or one with weights_from."
-        )
-
-
 def _check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
@@ -281,59 +275,63 @@ def _check_repo_id(repo_id: str) -> None:
         raise ValueError(f"repo_id is {repo_id!r}; expected OWNER/NAME ({' '.join(str(error).split())})") from None
 
 
-def _pinned(api: HfApi, link: Any, folder: Path) -> dict[str, str]:
-    """Returns `weights_from` with the commit that its revision names now."""
+def _of_linked(api: HfApi, values: dict[str, Any], folder: Path) -> Eagle31Config:
+    """Returns the config of the drafter to which `values`, of a folder's config.json, point, with the fields they state
+    and the commit that the link's revision names now. Raises OSError and ValueError as reading it does."""
+    link = values["weights_from"]
     repo_id, revision = linked_weights(link, f"{folder}: config.json: weights_from")
     try:
-        commit = api.model_info(repo_id, revision=revision).sha
+        sha = str(api.model_info(repo_id, revision=revision).sha)
     except UPLOAD_ERRORS as error:
         raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
-    return {"repo_id": repo_id, "revision": str(commit)}
+    config = read_headers(repo_id, stated_fields(values, str(folder)), revision=sha, token=api.token).config
+    config.weights_from = {"repo_id": repo_id, "revision": sha}
+    return config
 
 
-def _report_into(card: Path, report: str) -> None:
-    """Puts a report into the file of a card."""
-    card.write_text(with_report(card.read_text(encoding="utf-8"), report), encoding="utf-8")
+def _text(data: Path | bytes) -> str:
+    return (data if isinstance(data, bytes) else data.read_bytes()).decode()
 
 
-def upload(
+def commit(
     api: HfApi,
-    folder: Path,
     repo_id: str,
+    files: dict[str, Path | bytes],
+    settled: AbstractContextManager[Any] | None = None,
+    *,
     private: bool | None,
     revision: str | None,
     create_pr: bool,
-    commit_message: str | None,
-    commit_description: str | None = None,
+    **said: str | None,
 ) -> str:
-    """Uploads everything in `folder` in one commit, except a card where the repository has one; this gets the report
-    that is among the files.
+    """Uploads files, by name, in one commit, except a card where the repository has one; this gets the report that is
+    among the files.
 
-    Returns the URL of the commit, or of the pull request. Raises OSError where the Hub refuses.
+    `settled` is the context in which weights are sent: it may refuse at its end, before anything is committed. `said`:
+    commit_message and commit_description. Returns the URL of the commit, or of the pull request. Raises OSError where
+    the Hub refuses.
     """
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        has_card = api.file_exists(repo_id, CARD, revision=revision)
         if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        if has_card and (folder / REPORT).exists():
-            shutil.copyfile(api.hf_hub_download(repo_id, CARD, revision=revision), folder / CARD)
-            _report_into(folder / CARD, (folder / REPORT).read_text("utf-8"))
-            has_card = False  # it is to be replaced
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or "Upload drafter with eagle31_hf",
-            revision=revision,
-            create_pr=create_pr,
-            commit_description=commit_description,
-            ignore_patterns=[CARD] if has_card else None,
-        )
+            api.create_branch(repo_id, branch=revision, exist_ok=True)  # a new one has the card that main has
+        if api.file_exists(repo_id, CARD, revision=revision):
+            del files[CARD]
+            if REPORT in files:
+                files[CARD] = Path(api.hf_hub_download(repo_id, CARD, revision=revision))
+        if REPORT in files:
+            files[CARD] = with_report(_text(files[CARD]), _text(files[REPORT])).encode()
+        additions = [CommitOperationAdd(name, data) for name, data in files.items()]
+        with settled or nullcontext():
+            api.preupload_lfs_files(repo_id, additions, revision=revision, create_pr=create_pr)
+        options: dict[str, Any] = said | {"revision": revision, "create_pr": create_pr}
+        options["commit_message"] = said["commit_message"] or "Upload drafter with eagle31_hf"
+        made = api.create_commit(repo_id, additions, **options)
     except UPLOAD_ERRORS as error:
         raise HubError(
             f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume."
         ) from None
-    return commit.pr_url or commit.commit_url
+    return made.pr_url or made.commit_url
 
 
 def convert_on_hub(
@@ -342,26 +340,31 @@ def convert_on_hub(
     """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
 
     The originals stay in the history. `options` are those of `convert_checkpoint`. Returns the checkpoint and the pull
-    request's URL, None where the repository is native already. Raises OSError where the Hub refuses, ValueError for a
-    checkpoint that cannot be converted.
+    request's URL, None where the repository is native already, as the options ask for. Raises OSError where the Hub
+    refuses, ValueError for a local folder, and for a checkpoint that cannot be converted.
     """
-    api = HfApi(token=token)
-    hub: dict[str, Any] = {"token": token, "revision": revision}
+    if os.path.isdir(repo_id):
+        raise ValueError(
+            f"{repo_id}: is a local folder; expected a Hub repository. Without a pull request it is converted."
+        )
+    _check_repo_id(repo_id)
+    hub = {"token": token, "revision": revision} | {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     overrides = dict(options)
     convention = overrides.pop("aux_layer_convention", None)
     found = read_checkpoint(repo_id, overrides, convention, **hub)
-    if found.is_native:
+    if found.is_native and found.config.to_dict() == read_checkpoint(repo_id, **hub).config.to_dict():
         return found, None
     with TemporaryDirectory() as staging:
-        folder = Path(staging, "native")
+        folder, place = Path(staging, "native"), PurePosixPath(hub.get("subfolder") or "")
         checkpoint = convert_checkpoint(repo_id, folder, **hub, **options)
         added = {path.name: path for path in sorted(folder.iterdir())}
         is_linked = found.files.source != repo_id  # the weights are another repository's, which weights_from names
-        replaced = [] if is_linked else sorted({file.name for file in found.files.weight_files} - added.keys())
-        operations: list[Any] = [CommitOperationAdd(name, path) for name, path in added.items()]
-        operations += [CommitOperationDelete(name) for name in replaced]
+        old = [] if is_linked else [*found.files.weight_files, found.folder / KNOBS_FILE]
+        replaced = {path.name for path in old if path.is_file()} - added.keys()
+        operations: list[Any] = [CommitOperationAdd(str(place / name), path) for name, path in added.items()]
+        operations += [CommitOperationDelete(str(place / name)) for name in sorted(replaced)]
         try:
-            commit = api.create_commit(
+            made = HfApi(token=token).create_commit(
                 repo_id,
                 operations,
                 commit_message="Convert to the native format of eagle31_hf",
@@ -373,4 +376,4 @@ def convert_on_hub(
             )
         except UPLOAD_ERRORS as error:
             raise HubError(f"{repo_id}: the pull request failed: {first_line(error)} Nothing was changed.") from None
-    return checkpoint, commit.pr_url
+    return checkpoint, made.pr_url

@@ -18,7 +18,7 @@ from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
 from .configuration import HUB_OPTIONS, Eagle31Config
-from .hub import CARD, REPORT, CardFacts, render_card, upload
+from .hub import CARD, REPORT, CardFacts, commit, render_card
 from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
 from .vocab import MAPS
 
@@ -132,23 +132,28 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         refuse_quantized(self, "saved")
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
+        refuse_variant(kwargs)
         folder = Path(save_directory)
+        repo_id, tags = hub.pop("repo_id", folder.resolve().name), hub.pop("tags", None) or []
         writes = self.should_save_on_this_rank(is_main_process)
-        config: Any = self.config
         folder.mkdir(parents=True, exist_ok=True)
         # processes that do not write still take part in gathering the weights, and must not wait for the lock
         with folder_lock(folder, required=False) if writes else nullcontext():
-            super().save_pretrained(folder, is_main_process, state_dict, **kwargs | {"save_original_format": False})
+            state = None if state_dict is None else dict(state_dict)  # transformers takes its tensors out of it
+            super().save_pretrained(folder, is_main_process, state, **kwargs | {"save_original_format": False})
             if writes:
-                if not (kwargs.get("variant") or kwargs.get("distributed_checkpoint") or self._hf_peft_config_loaded):
+                if not (kwargs.get("distributed_checkpoint") or self._hf_peft_config_loaded):
                     remove_stale_weights(folder)
                 self.generation_config.save_pretrained(folder)
                 if not (folder / CARD).exists():
-                    (folder / CARD).write_text(
-                        render_card(config, self.card_facts, hub.get("repo_id", folder.name)), encoding="utf-8"
-                    )
-        if push_to_hub and writes:
-            self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
+                    facts = replace(self.card_facts, tags=[*self.card_facts.tags, *tags])
+                    config: Any = self.config
+                    (folder / CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
+        if push_to_hub:
+            # for the upload, processes have no folder in common
+            saving = {name: value for name, value in kwargs.items() if name != "distributed_checkpoint"}
+            saving |= {"is_main_process": is_main_process, "state_dict": state_dict, "tags": tags}
+            self._push(repo_id, saving, kwargs.get("token"), **hub)
 
     def push_to_hub(
         self,
@@ -166,23 +171,42 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         """Saves the drafter and uploads it in one commit, with a card unless the repository has one; a report in
         `card_facts` is uploaded, too, and put into either card.
 
-        Returns the commit's URL. Raises OSError where the Hub refuses; files that an interrupted upload has sent are
-        not sent again.
+        Returns the commit's URL; of a distributed run only the first process uploads, and others return "". Raises
+        OSError where the Hub refuses; files that an interrupted upload has sent are not sent again.
         """
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
-            config: Any = self.config
-            facts = replace(self.card_facts, tags=[*self.card_facts.tags, *(tags or [])])
-            Path(folder, CARD).write_text(render_card(config, facts, repo_id), encoding="utf-8")
-            if facts.report is not None:
-                Path(folder, REPORT).write_text(facts.report, encoding="utf-8")
-            api = HfApi(token=token)
-            return upload(api, Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description)
+        said = {"commit_message": commit_message, "commit_description": commit_description}
+        saving = {"max_shard_size": max_shard_size, "tags": tags}
+        return self._push(repo_id, saving, token, private=private, revision=revision, create_pr=create_pr, **said)
+
+    def _push(self, repo_id: str, saving: dict[str, Any], token: str | bool | None, **options: Any) -> str:
+        """Saves the drafter by `save_pretrained`, whose arguments `saving` has, and uploads it: see `push_to_hub`.
+        Processes that do not write still take part in gathering the weights."""
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            self.save_pretrained(folder, repo_id=repo_id, **saving)
+            if not self.should_save_on_this_rank(saving.get("is_main_process", True)):
+                return ""
+            files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir()}
+            if self.card_facts.report is not None:
+                files[REPORT] = self.card_facts.report.encode()
+            given = {"private": None, "revision": None, "create_pr": False, "commit_message": None} | options
+            return commit(HfApi(token=token), repo_id, files, **given)
+
+
+def refuse_variant(options: dict[str, Any]) -> None:
+    """Raises ValueError for the `variant` of a `from_pretrained` or a `save_pretrained`, if one is given: a checkpoint
+    has one set of weights, whose headers are read before they are loaded."""
+    if options.get("variant") is not None:
+        raise ValueError(
+            f"variant is {options['variant']!r}; expected none: a drafter has one set of weights. Use a folder or a"
+            " revision for each."
+        )
 
 
 def _read_as_asked(source: Any, config: Any, convention: str | None, kwargs: dict[str, Any]) -> Checkpoint:
     """Reads a checkpoint from its headers, with the options of the Hub and the fields among the arguments of a
     `from_pretrained`, and logs its notes."""
+    refuse_variant(kwargs)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     overrides = {name: kwargs[name] for name in FIELDS if name in kwargs}
     if config is not None:

@@ -10,6 +10,7 @@ from conftest import build_drafter, build_target
 from hostile import NAMES, bare_links, elements, html_of, random_names
 from huggingface_hub import ModelCard
 
+from eagle31_hf import Eagle31Config
 from eagle31_hf.hub import CardFacts, render_card, with_report
 
 SPELLED_CHARACTERS = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|r)")
@@ -66,6 +67,23 @@ def test_an_ordinary_card_reads_as_it_did(config):
     assert "| captured target states | `hidden_states` [" in card
     assert "| norm_output | true |" in card
     assert "\\" not in card
+
+
+@pytest.mark.parametrize(
+    ("fields", "engines"),
+    [
+        ({}, "vLLM or SGLang"),
+        ({"attention_bias": True}, "vLLM"),
+        ({"kv_lora_rank": 8, "norm_before_residual": True}, ""),
+        ({"hidden_act": "gelu"}, ""),
+    ],
+    ids=["both", "vLLM", "latent attention", "another activation"],
+)
+def test_a_card_names_the_engines_that_can_run_the_drafter(fields, engines):
+    latent = {"q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    card = render_card(Eagle31Config(**fields, **(latent if "kv_lora_rank" in fields else {})))
+    assert ("vllm serve" in card) is ("vLLM" in engines)
+    assert f"A copy for {engines} alone" in card or (engines == "" and "eagle31 export" not in card)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import (
-    EXPORT_FORMATS,
-    convert_checkpoint,
-    engine_config,
-    export_checkpoint,
-    launch_line,
-    read_checkpoint,
-)
+from ..checkpoints import EXPORT_FORMATS, convert_checkpoint, export_checkpoint, launch_line, read_checkpoint
+from ..checkpoints.export import refusal
 from ..checkpoints.headers import read_headers
 from ..hub import convert_on_hub, described, kind
 from ..hub import publish as upload_folder
@@ -42,21 +36,9 @@ def _report(checkpoint: Any) -> dict[str, Any]:
         "parameters": checkpoint.num_parameters,
         "reasons": checkpoint.reasons,
         "notes": checkpoint.notes,
-        "exports": _exports(checkpoint.config),
+        "exports": {name: refusal(checkpoint.config, name) or "yes" for name in EXPORT_FORMATS},
         "config": checkpoint.config.to_dict(),
     }
-
-
-def _exports(config: Any) -> dict[str, str]:
-    """Returns export format -> "yes", or the reason why not."""
-    found = {}
-    for name in EXPORT_FORMATS:
-        try:
-            engine_config(config, name)
-            found[name] = "yes"
-        except ValueError as error:
-            found[name] = str(error)
-    return found
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
@@ -186,7 +168,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(left_behind="{destination} is complete if it is there; otherwise nothing was written.")
     add_path(parser, "drafter", "folder or Hub repository, of any format")
     add_path(parser, "destination", "a new folder")
-    parser.add_argument("--format", choices=("vllm", "sglang", "speculators"), default="vllm")
+    parser.add_argument("--format", choices=EXPORT_FORMATS, default="vllm")
     what = "the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
     add_path(parser, "--target-type", what)
     add_option(parser, "--num-speculative-tokens", positive, 5, "in the printed line")

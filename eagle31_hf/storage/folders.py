@@ -13,10 +13,15 @@ from typing import Any
 NAME_ANOTHER = "Name another, or remove it."
 
 
+def json_text(value: Any) -> str:
+    """Returns the content of a JSON file for people and programs, keys in order."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file for people and programs, keys in order, and syncs it to disk."""
+    """Writes a JSON file for people and programs, and syncs it to disk."""
     with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        file.write(json_text(value))
         file.flush()
         os.fsync(file.fileno())
 

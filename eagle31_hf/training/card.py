@@ -35,5 +35,5 @@ def note_training(trainer: Any) -> None:
 def write_card(folder: Path, drafter: Eagle31DrafterModel, name: str | None) -> None:
     """Writes the drafter's card into a folder. `name`: its repository's, by default the folder's."""
     config: Any = drafter.config
-    card = render_card(config, drafter.card_facts, name or folder.name)
+    card = render_card(config, drafter.card_facts, name or folder.resolve().name)
     (folder / CARD).write_text(card, encoding="utf-8")

@@ -73,10 +73,13 @@ def test_what_was_saved_last_is_loaded(tmp_path, order):
         assert which(tmp_path) == name
 
 
-def test_weights_of_another_name_are_no_reason_to_remove_any(tmp_path):
+def test_weights_of_another_name_are_neither_saved_nor_loaded(tmp_path):
+    """Headers, and what is made of them, would be those of the usual ones."""
     save("one file", tmp_path)
-    DRAFTERS["one file"][0].save_pretrained(tmp_path, variant="fp32", max_shard_size=12_000)
-    assert {"model.safetensors", "model.safetensors.index.fp32.json"} <= {path.name for path in tmp_path.iterdir()}
+    for act in (DRAFTERS["one file"][0].save_pretrained, Eagle31DrafterModel.from_pretrained):
+        with pytest.raises(ValueError, match="variant is 'fp32'; expected none"):
+            act(tmp_path, variant="fp32")
+    assert which(tmp_path) == "one file"
 
 
 def in_time(work) -> bool:

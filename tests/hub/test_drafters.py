@@ -2,12 +2,13 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from factories import build
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import HfApi, ModelCard, snapshot_download
 from safetensors.torch import load_file, save
 from transformers import AutoConfig, AutoModel
 
@@ -113,9 +114,27 @@ def test_save_pretrained_pushes_the_same(hub, drafter, tmp_path):
         assert hub.files(REPO)[name] == (tmp_path / "saved" / name).read_bytes()
 
 
+def test_the_weights_that_are_given_are_pushed_by_the_process_that_writes(hub, drafter, tmp_path):
+    drafter.save_pretrained(tmp_path, is_main_process=False, push_to_hub=True, repo_id=REPO)
+    assert REPO not in hub.repos
+    given = {name: value.clone() for name, value in drafter.state_dict().items()}
+    given["norm.weight"] += 1
+    drafter.save_pretrained(tmp_path, state_dict=given, push_to_hub=True, repo_id=REPO)
+    assert hub.files(REPO)["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
+    assert torch.equal(Eagle31DrafterModel.from_pretrained(REPO).norm.weight, given["norm.weight"])
+
+
+def test_the_folder_one_stands_in_has_a_name(drafter, tmp_path, monkeypatch):
+    (tmp_path / "my-drafter").mkdir()
+    monkeypatch.chdir(tmp_path / "my-drafter")
+    drafter.save_pretrained(".")
+    assert 'from_pretrained("my-drafter"' in Path("README.md").read_text()
+
+
 def test_push_to_a_branch_and_as_a_pull_request(hub, drafter):
-    hub.add(REPO, {"notes.txt": b"first"})
+    hub.add(REPO, {"notes.txt": b"first", "README.md": b"# mine"})
     drafter.push_to_hub(REPO, revision="trained")
+    assert hub.files(REPO, "trained")["README.md"] == b"# mine"
     assert "model.safetensors" not in hub.files(REPO)
     assert_same(Eagle31DrafterModel.from_pretrained(REPO, revision="trained"), drafter)
     drafter.push_to_hub(REPO, create_pr=True)
@@ -247,6 +266,19 @@ def test_publish_pins_the_revision(hub, drafter, tmp_path):
     assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
 
 
+def test_the_card_of_a_config_that_points_is_that_of_its_weights(hub, drafter, tmp_path):
+    hub.add(BASE, original_release(drafter))
+    (tmp_path / "config.json").write_bytes(pointing(norm_output=False))
+    publish(tmp_path, REPO)
+    # of the weights headers alone are read
+    assert all(request.status == 206 for request in hub.requests("GET", "/storage/yuhuili"))
+    card = hub.files(REPO)["README.md"].decode()
+    assert "# EAGLE 3 drafter for org/target" in card
+    assert f"1, {drafter.config.hidden_size} wide, MLP {drafter.config.intermediate_size}, 2 heads" in card
+    assert "vllm serve" not in card  # its plug-in does not follow the link
+    assert "`eagle31 export tester/drafter FOLDER --format vllm`" in card
+
+
 def test_publish_refuses_before_it_uploads(hub, drafter, tmp_path):
     export_checkpoint(drafter, tmp_path / "vllm", "vllm")
     with pytest.raises(ValueError, match="Convert it first"):
@@ -254,12 +286,31 @@ def test_publish_refuses_before_it_uploads(hub, drafter, tmp_path):
     (tmp_path / "config.json").write_bytes(pointing(weights_from={"repo_id": "nobody/nothing"}))
     with pytest.raises(OSError, match="the Hub does not have it"):
         publish(tmp_path, REPO)
+    hub.add(BASE, original_release(drafter) | {"config.json": b"{}"})
+    (tmp_path / "config.json").write_bytes(pointing())
+    with pytest.raises(ValueError, match=rf"{BASE}: config\.json"):
+        publish(tmp_path, REPO)
     assert REPO not in hub.repos
+
+
+def test_a_folder_that_changes_while_it_is_sent_is_not_committed(hub, drafter, tmp_path, monkeypatch):
+    drafter.save_pretrained(tmp_path)
+    send = HfApi.preupload_lfs_files
+
+    def send_and_change(*args, **options) -> None:
+        send(*args, **options)
+        os.utime(tmp_path / "model.safetensors")
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", send_and_change)
+    with pytest.raises(OSError, match="was changed while it was read"):
+        publish(tmp_path, REPO)
+    assert "model.safetensors" not in hub.files(REPO)
 
 
 def test_a_pull_request_converts_a_repository(hub, drafter):
     hub.add_user("yuhuili")
-    hub.add(BASE, original_release(drafter) | {"README.md": b"# theirs"})
+    other = {"README.md": b"# theirs", "generation_config.json": b'{"num_assistant_tokens": 0}'}
+    hub.add(BASE, original_release(drafter) | other)
     before = hub.files(BASE)
     checkpoint, url = convert_on_hub(BASE)
     assert url
@@ -334,6 +385,29 @@ def test_a_native_repository_needs_no_pull_request(hub, drafter):
     drafter.push_to_hub(REPO)
     assert convert_on_hub(REPO)[1] is None
     assert not hub.requests("POST", "/commit/refs")
+
+
+def test_a_pull_request_changes_a_field_of_a_native_repository(hub, drafter):
+    drafter.push_to_hub(REPO)
+    assert convert_on_hub(REPO, logit_scale=0.5)[1]
+    assert AutoConfig.from_pretrained(REPO, revision="refs/pr/1").logit_scale == 0.5
+    assert hub.files(REPO, "refs/pr/1").keys() == NATIVE | {"conversion.json"}
+
+
+def test_a_pull_request_takes_the_options_of_a_conversion(hub, drafter, tmp_path):
+    hub.add(REPO, {f"heads/{name}": data for name, data in original_release(drafter).items()})
+    assert convert_on_hub(REPO, subfolder="heads", cache_dir=tmp_path)[1]
+    after = hub.files(REPO, "refs/pr/1").keys() - {".gitattributes"}
+    assert after == {f"heads/{name}" for name in ("config.json", "model.safetensors", "conversion.json")}
+    assert not list((hub.home / "hub").glob("models--*"))
+
+
+def test_a_local_folder_gets_no_pull_request(hub, drafter, tmp_path, monkeypatch):
+    drafter.push_to_hub(REPO)
+    drafter.save_pretrained(tmp_path / REPO)
+    monkeypatch.chdir(tmp_path)  # now the name is also a local folder
+    with pytest.raises(ValueError, match=f"{REPO}: is a local folder; expected a Hub repository"):
+        convert_on_hub(REPO)
 
 
 def test_the_commands_against_the_hub(hub: HubServer, drafter, tmp_path, capsys):

@@ -105,8 +105,8 @@ def test_offline_with_only_a_part(capsys, monkeypatch, hub):
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["/nope", "--repo-id", "tester/x"], 2, "/nope: there is no such folder"),
-        ([__file__, "--repo-id", "tester/x"], 2, "is a file; expected the folder"),
+        (["/nope", "--repo-id", "tester/x"], 2, "/nope: is no folder; expected the folder of a native checkpoint"),
+        ([__file__, "--repo-id", "tester/x"], 2, "is no folder; expected"),
         ([str(demo.FOLDER), "--repo-id", "tester/x"], 2, "holds no config.json"),
         ([DRAFTER, "--repo-id", "a b/c"], 2, "expected OWNER/NAME"),
         ([DRAFTER, "--repo-id", "other/private"], 1, "Nothing was committed"),
