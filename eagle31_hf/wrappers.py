@@ -13,15 +13,15 @@ def drafter_in(model: Any) -> Any:
     """Returns the drafter that an assistant model is or wraps, or None where there is none.
 
     A compiled module is returned as it is: its attributes are the drafter's, and a call of it runs the compiled
-    forward. For a PEFT model it is the adapted drafter, whose adapters stay active. Raises ValueError for a drafter in
-    a wrapper that cannot draft.
+    forward, unless it was compiled around data parallelism. For a PEFT model it is the adapted drafter, whose adapters
+    stay active. Raises ValueError for a drafter in a wrapper that cannot draft.
     """
     compiled, inner = None, model
     while isinstance(inner, nn.Module) and not isinstance(inner, Eagle31DrafterModel):
         if "_orig_mod" in inner._modules:  # torch.compile's
             compiled, inner = inner if compiled is None else compiled, inner._orig_mod
         elif isinstance(inner, DataParallel | DistributedDataParallel):
-            inner = inner.module
+            compiled, inner = None, inner.module  # what is compiled around it has not the drafter's attributes
         elif hasattr(inner, "get_base_model"):  # PEFT's
             base, adapter = inner.get_base_model(), inner.active_peft_config
             if getattr(adapter, "is_prompt_learning", False) and isinstance(base, Eagle31DrafterModel):

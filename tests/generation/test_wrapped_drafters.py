@@ -26,7 +26,12 @@ def as_subclass(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     return other
 
 
-WRAPPERS = {"data_parallel": nn.DataParallel, "subclass": as_subclass, "training_mode": lambda drafter: drafter.train()}
+WRAPPERS = {
+    "data_parallel": nn.DataParallel,
+    "compiled_around_data_parallel": lambda drafter: torch.compile(nn.DataParallel(drafter), backend="eager"),
+    "subclass": as_subclass,
+    "training_mode": lambda drafter: drafter.train(),
+}
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=["chain", "tree"])
