@@ -58,9 +58,10 @@ class Refusal(str):
     """A verdict read from an error. The next call tries again: the error may have been that of a caller's hook."""
 
 
-# Verdicts outlive the calls that needed them: (question, class, implementation, dtype, config, positions) -> why not.
+# What tries have found outlives the calls that needed it, by what `_key` says; verdicts by the question, too: why not.
 # Threads that race store the same value.
 _verdicts: dict[tuple, str | None] = {}
+_slot_bytes: dict[tuple, int] = {}
 
 
 def why_no_trees(
@@ -85,22 +86,20 @@ def _verdict(
     meaning: str, target: PreTrainedModel, given: tuple[bool, ...], find: Callable[[], str | None]
 ) -> str | None:
     """Returns what is known, or is now found; `given`: what else the answer depends on."""
-    config, implementation = target.config.get_text_config(decoder=True), own_attention(target)
-    key = (
-        meaning,
-        type(target),
-        implementation,
-        target.dtype,
-        (target.device.type, os.environ.get(SWITCH)),  # which kernels run
-        config.to_json_string(use_diff=False),
-        given,
-    )
+    key = meaning, given, *_key(target)
     known = _verdicts.get(key)
     if key not in _verdicts or isinstance(known, Refusal):
         _verdicts[key] = find()
         if _verdicts[key] not in (None, known):
             logger.warning("EAGLE drafting: %s for %s: %s.", meaning, type(target).__name__, _verdicts[key])
     return _verdicts[key]
+
+
+def _key(target: PreTrainedModel) -> tuple:
+    """Returns what two targets have to have alike for a try of one to be one of the other."""
+    config = target.config.get_text_config(decoder=True).to_json_string(use_diff=False)
+    kernels = target.device.type, os.environ.get(SWITCH)
+    return type(target), own_attention(target), target.dtype, kernels, config
 
 
 def _try_trees(target: PreTrainedModel) -> str | None:
@@ -121,6 +120,12 @@ def why_no_spans(target: PreTrainedModel) -> str | None:
     """Returns None where the target reads a tree from an arena, by masks of spans, as it reads sequences, else the
     reason, logged the first time it is found."""
     return _verdict("rounds are not captured", target, (), lambda: _try_spans(target))
+
+
+def bytes_of_a_slot(target: PreTrainedModel) -> int:
+    """Returns the bytes of one token's keys and values in all layers of an arena, as `why_no_spans` found them:
+    of latent attention those of the latent."""
+    return _slot_bytes[_key(target)]
 
 
 def _try_spans(target: PreTrainedModel) -> str | None:
@@ -272,9 +277,11 @@ def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
     with adopt.slots(cache, ARENA) as placement, Mixers(target, cache) as mixers:
         if placement is None:
             raise ValueError(f"its {type(cache).__name__} has layers that are not attention's")
-        placement = move_into(cache, Arena(ARENA))
+        arena = Arena(ARENA)
+        placement = move_into(cache, arena)
         with mixers.finding():
             target(input_ids=tree.prefix, use_cache=True, **given)
+        _slot_bytes[_key(target)] = arena.num_bytes() // ARENA
         placement.on_device = starts
         places, begin = starts + tree.depths, torch.zeros_like(starts)
         with attention_of_rounds(target), mixers.verifying(1, len(PARENTS), [[*PARENTS[1:]]]):

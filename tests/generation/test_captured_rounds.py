@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cache.states import HAS_METHODS
+from eagle31_hf.generation.captured import kept
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
+from eagle31_hf.targets.probe import bytes_of_a_slot
 
 AS_TENSORS = f"as {Uncaptured.name}"
 PLANS = DRAFTINGS | {"auto": {"num_assistant_tokens": "auto"}}
@@ -117,3 +119,6 @@ def test_text_of_every_family(name, way):
         assert execution == AS_TENSORS
         assert stats.generated_tokens == 20 * len(got)
         assert sum(stats.accepted_per_position) > 0 or sampling is SAMPLED  # of which drafters know little
+        for one in kept._kept[drafter][target].values():
+            held = sum(buffer.nbytes for buffer in one.arenas[0].all())
+            assert held == bytes_of_a_slot(target) * one.arenas[0].capacity * one.carry.num_rows

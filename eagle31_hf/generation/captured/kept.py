@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cache.arena import Arena, leave_arena, move_into, slots_of
-from ...cache.layer import SlotLayer
 from ...kernels.operation import OPERATIONS, SWITCH, why_torch
 from ...modeling import Eagle31DrafterModel
 from ...targets.decoder_layer import forward_of
 from ...targets.fused import why_not_fused
 from ...targets.plain_values import plain_values, values_of_module
+from ...targets.probe import bytes_of_a_slot
 from ...targets.tree_attention import own_attention
 from .. import processors
 from ..executor import EagerExecutor
@@ -190,7 +190,7 @@ def _kept_of(request: Any, runner: TargetRunner, seam: Seam, models: tuple) -> K
             kept = None  # its memory is free before more is asked for
             while len(of_pair) >= MOST_KEPT:
                 del of_pair[next(iter(of_pair))]
-            is_tight = 2 * _bytes(request, runner, _slots(request)) > free_bytes(request.input_ids.device)
+            is_tight = 2 * _bytes(request, _slots(request)) > free_bytes(request.input_ids.device)
             kept = _made(request, size, _slots(request, is_tight), seam, models)
         of_pair[size] = kept  # the last one: it is used now
         return kept
@@ -205,21 +205,9 @@ def _slots(request: Any, is_tight: bool = False) -> int:
     return slots_of(request.generation_config.max_length, request.input_ids.device, is_tight)
 
 
-def _bytes(request: Any, runner: TargetRunner, slots: int) -> int:
+def _bytes(request: Any, slots: int) -> int:
     """Returns the bytes of the target's keys and values in so many slots."""
-    config = request.target.config.get_text_config(decoder=True)
-    layers = runner.past_key_values.layers
-    differ = getattr(config, "is_heterogeneous", False)  # in heads, say
-    configs = config.per_layer_config if differ else [config] * len(layers)
-    widths = [_keys_width(one) for one, layer in zip(configs, layers, strict=False) if isinstance(layer, SlotLayer)]
-    entries = 2 * sum(widths) * slots * rows_for(len(request.input_ids))
-    return entries * request.target.dtype.itemsize
-
-
-def _keys_width(config: Any) -> int:
-    """Returns how many numbers the keys of a token are in a layer."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return bytes_of_a_slot(request.target) * slots * rows_for(len(request.input_ids))
 
 
 def free_bytes(device: torch.device) -> float:
@@ -237,7 +225,7 @@ def why_no_room(request: Any, runner: TargetRunner) -> str | None:
     slots = _slots(request, is_tight=True)
     if kept is not None and kept.arenas[0].capacity >= slots and kept.arenas[0].buffers:
         return None
-    wanted = _bytes(request, runner, slots)
+    wanted = _bytes(request, slots)
     free = free_bytes(request.input_ids.device) + (0 if kept is None else kept.num_bytes())
     if wanted <= free:
         return None
