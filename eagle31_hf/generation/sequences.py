@@ -19,8 +19,8 @@ class Sequences:
         self.prompt_length = input_ids.shape[1]
         self.lengths = Mirrored([self.prompt_length] * len(input_ids))
         self.finished = [False] * len(input_ids)
-        self.commit = Commit(input_ids.device, [[]] * len(input_ids), [[]] * len(input_ids), self.finished)
         self._ids = input_ids.long()
+        self.commit_nothing()
 
     def __len__(self) -> int:
         return len(self.finished)
@@ -73,6 +73,11 @@ class Sequences:
         """Notes that the device has added so many tokens to every sequence, and which have ended with them."""
         self.lengths = self.lengths + Mirrored(counts)
         self.finished = finished
+
+    def commit_nothing(self) -> None:
+        """Has `commit` be one of no tokens, by which those go on that have not ended: `grow` leaves it as it was."""
+        none: list[list[int]] = [[]] * len(self)
+        self.commit = Commit(self.device, none, none, self.finished)
 
     def append(self, commit: Commit, finished: list[bool]) -> None:
         """Adds the commit's tokens, and notes which sequences have ended with them."""

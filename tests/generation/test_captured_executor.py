@@ -305,6 +305,28 @@ def test_a_capture_that_fails_late(pair, fails_at):
     assert len(stats.executions) == 2
 
 
+@pytest.mark.parametrize("fails_at", [3, 4])
+def test_a_capture_that_fails_after_a_sequence_of_a_batch_has_ended(pair, fails_at):
+    """The sequence, of which more was accepted, is longer than the other; eager rounds leave it out."""
+    target, _ = pair
+    ids, mask = left_padded([*known_prompts(target, 3), [5, 0, 3, 1, 5, 1, 0, 0, 9, 1]])
+    options = {"inputs": ids, "attention_mask": mask, "max_new_tokens": 30, "eos_token_id": 10}
+    text, stats = decode(pair, Recorded(fails_at), "auto", **options)
+    assert text.tolist() == target.generate(**asked(**options)).tolist()
+    assert len(stats.executions) == 2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_eager_rounds_after_a_failure_stay_within_the_longest_text(plan):
+    """A captured round may go past it; the target has no position for that."""
+    target = build_target("gpt2", n_positions=40)
+    ids = torch.tensor(known_prompts(target, 37))
+    options = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
+    text, stats = decode((target, build_drafter(target)), Recorded(fails_at=1), plan, **options)
+    assert text.tolist() == target.generate(**asked(**options)).tolist()
+    assert "capturing failed" in stats.summary()
+
+
 def test_layers_are_tried_before_anything_is_captured(pair, monkeypatch):
     """A trial copies and waits, which a capture forbids. Where there was no memory for it the next call tries again."""
     phases = []

@@ -7,6 +7,7 @@ B sequences, M tokens a round commits at most.
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,22 +66,22 @@ class CapturedExecutor:
 
     def round(self, plan: Plan) -> Outcome:
         plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too: an arena has room for so many nodes
-        if self.has_failed:
-            return self.eager.round(plan)
         callers = sys.exc_info()[1]  # an error that the caller is handling
         try:
-            self._capture(plan)
+            if not self.has_failed:
+                self._capture(plan)
         except Exception as failure:
             if not _is_of_capturing(failure):
                 raise
             self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure, callers))})")
-            return self.eager.round(plan)
         try:
-            return self._replay(plan)
+            if not self.has_failed:
+                return self._replay(plan)
         except WrongRoundError as failure:
             self._hand_back(f"a captured round was wrong: {failure}")
             write_cache_again(self.eager)  # those it has written may be wrong, too
-            return self.eager.round(plan)
+        depth = min(plan.depth, self.eager.room().depth)  # past the longest text a target may have no positions
+        return self.eager.round(replace(plan, depth=depth))
 
     def result(self) -> Any:
         return self.eager.result()
@@ -214,6 +215,7 @@ class CapturedExecutor:
             self.state_keeper.forget()
             self._give_back()
             write_cache_again(self.eager)
+        self.sequences.commit_nothing()
         self.eager.was_short = self.was_short
         self.eager.holds_drafts = True  # rejected ones, past the end of the drafter's cache
 

@@ -129,7 +129,7 @@ class BucketPlanner(Planner):
             known.verify.add(num_nodes, seconds["verify"])
             known.draft[plan.kind].add(plan.depth, seconds["draft"])
             for b, count in enumerate(accepted.num_drafts):
-                if count is not None and not accepted.finished[b] and plan.depth:
+                if count is not None and not accepted.finished[b] and accepted.drafts.ids[b]:
                     self._learn(plan, accepted.drafts, b, accepted.paths[b])
 
     def _learn(self, plan: Plan, drafts: HostDrafts, b: int, path: list[int]) -> None:
