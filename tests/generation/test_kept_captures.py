@@ -454,11 +454,12 @@ def test_plans_that_were_captured_first_are_dropped(pair, monkeypatch):
     seam, options = Recorded(), batch_of(*PROMPT, **GREEDY)
     expected = pair[0].generate(**options).tolist()
     for nodes in (*range(4, 9), 8, 4):
-        tree = {"num_assistant_tokens": 4, "draft_tree_top_k": 3, "draft_tree_total_tokens": nodes}
+        tree = {"num_assistant_tokens": 4, "draft_tree_top_k": nodes - 2, "draft_tree_total_tokens": nodes}
         with seams(lambda device: seam):
             assert pair[0].generate(**options, assistant_model=pair[1], **tree).tolist() == expected
     (captures,) = [captures for one in kept._kept[pair[1]][pair[0]].values() for captures in one.by_choice.values()]
     assert len({plan for _, plan in captures.captured}) == len(captures.samplers) == len(captures.rounds.out) == 4
+    assert all(len(made) <= 4 for made in vars(captures.rounds).values() if isinstance(made, dict))
     assert seam.captures == 2 * 6  # the one used last is still there, the first one is captured again
 
 

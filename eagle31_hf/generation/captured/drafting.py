@@ -131,7 +131,6 @@ class Drafting:
         self.below = (2 << self.numbers[:, :-1]) - 1  # of a chain's tokens: bits 0 to i
         self.zero = torch.zeros_like(carry.length)
         self.offsets: dict[int, tuple[Tensor, ...]] = {}  # by the tokens of a layout, see `_offsets`
-        self.parent_offsets: dict[tuple[int, ...], Tensor] = {}  # of the nodes of trees, see `_parents`
 
     def draft(self, plan: Plan) -> None:
         """The drafter reads what the carry holds, then drafts as planned."""
@@ -215,9 +214,9 @@ class Drafting:
     def _drafted_tree(self, plan: Plan, layout: Layout, state: Tensor, logits: Tensor) -> Drafts:
         """The best `plan.max_nodes` - 1 of the candidates: of every level, the likeliest children of the best nodes."""
         scores, bits = logits.new_zeros(len(logits), 1, dtype=torch.float32), self.zero
-        num_run = 0
+        num_run = num_found = 0
         found = list[tuple[Tensor, ...]]()  # by level, of its candidates: scores, ids, log-probabilities
-        run = list[Tensor]()  # by level, those of them that are run
+        parents = [self.from_end[:, :1].expand_as(self.zero)]  # by level, of its candidates, -1: the root
         for level in range(plan.depth):
             ids, log_probs = self._likeliest(logits, plan.top_k, level)
             k = ids.shape[2]
@@ -226,7 +225,8 @@ class Drafting:
             found.append((totals, ids.flatten(1), log_probs.flatten(1)))
             if level + 1 == plan.depth:
                 break
-            run.append(best)
+            parents.append(best + num_found)
+            num_found += totals.shape[1]
             source = {"hidden_states": gathered(state, best // k)}
             starts = layout.places[:, num_run : num_run + 1]  # nodes lie side by side, whatever their level
             state, logits = self._run_drafter(
@@ -234,23 +234,9 @@ class Drafting:
             )
             num_run += width
         scores, ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        kept, hangs_on, depths, bits = best_tree(
-            scores, self._parents(run, k), min(plan.max_nodes - 1, scores.shape[1])
-        )
+        of_each = torch.cat(parents, dim=1)[..., None].expand(-1, -1, k).flatten(1)  # a node has k children
+        kept, hangs_on, depths, bits = best_tree(scores, of_each, min(plan.max_nodes - 1, scores.shape[1]))
         return Drafts(ids.gather(1, kept), hangs_on, depths, bits, log_probs.gather(1, kept), is_chain=False)
-
-    def _parents(self, run: list[Tensor], k: int) -> Tensor:
-        """The number of each candidate's parent (B, C), -1: the root. `run`: by level, the candidates that are
-        run, by their place in it (B, F); each has k children."""
-        widths = tuple(best.shape[1] for best in run)
-        key = k, *widths
-        if key not in self.parent_offsets:
-            numbers = [-1, 0, *(k * sum((1, *widths[:level])) for level in range(len(widths)))]
-            pairs = zip((1, *widths), numbers, strict=False)  # the last level's numbers are nobody's parents
-            parts = [self.numbers.new_full((1, width), number) for width, number in pairs]
-            self.parent_offsets[key] = torch.cat(parts, dim=1)
-        parents = torch.cat([self.zero, *run], dim=1) + self.parent_offsets[key]
-        return parents[..., None].expand(-1, -1, k).flatten(1)
 
     def _likeliest(self, logits: Tensor, k: int, level: int) -> tuple[Tensor, Tensor]:
         """Draft logits (B, F, Vd) -> the likeliest children's ids and log-probabilities, (B, F, k)."""
