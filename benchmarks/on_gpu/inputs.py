@@ -202,16 +202,6 @@ def _accepted_path(make: Maker) -> Inputs:
     return Inputs(args, num_bytes(ids, parents, depths, bits, chosen, spoiled))
 
 
-def _move_path(make: Maker) -> Inputs:
-    sequences, count = make.size.sequences, min(make.size.tokens, 8)
-    chances = torch.rand(sequences, make.size.tokens, generator=make.generator, device=make.device)
-    path = chances.topk(count, dim=1).indices.sort(dim=1).values
-    counts = make.integers(count + 1, sequences, 1)
-    buffers = [buffer.nan_to_num(0.0) for buffer in make.buffers()]
-    moved = 2 * sequences * count * make.size.kv_heads * make.size.head_dim * buffers[0].element_size()
-    return Inputs((buffers, make.starts(), path, counts), 2 * moved)
-
-
 def _distillation_loss(make: Maker) -> Inputs:
     count = make.size.sequences * make.size.tokens
     num_states = -(-count // PREDICTIONS_OF_STATE)
@@ -244,7 +234,6 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "next_level": _next_level,
     "best_tree": _best_tree,
     "accepted_path": _accepted_path,
-    "move_path": _move_path,
     "distillation_loss": _distillation_loss,
     "quantized_linear": _quantized_linear,
 }

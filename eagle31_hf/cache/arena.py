@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..kernels.acceptance import table_of
 from ..kernels.rope import append
 from .hybrid_layer import StatesBeside
 from .layer import DUMMY, Placement, SlotLayer, slot_layers
@@ -24,46 +23,49 @@ LEAST_SLOTS = {"cuda": 4096}  # a longer text has everything captured anew; 0.5 
 
 class Arena:
     """The buffers (R, H, C, D) of every layer of one cache, made when a layer first writes and kept. `capacity`: C;
-    `num_rows`: R, by default as many as are first written; `states`: those of recurrent layers."""
+    `num_rows`: R, by default as many as are first written; `windows`: of the layers that will write, by index;
+    `states`: those of recurrent layers.
+
+    Layers of one window lie in one stack of keys and one of values, (L, R, H, C, D), for operations on all of them; one
+    whose keys or values are of another shape or dtype has stacks of its own.
+    """
 
     def __init__(self, capacity: int, num_rows: int | None = None):
         self.capacity, self.num_rows = capacity, num_rows
         self.states = StateArena(num_rows)
-        self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values
-        self.tables = list[Any]()  # of them, for kernels; graphs read these, so they are kept as long as the arena
+        self.windows: dict[int, int | None] = {}
+        self.stacks = list[Tensor]()
+        self.buffers: dict[int, list[Tensor]] = {}  # by layer: keys, values, in the stacks
+        self.reserved: dict[int, list[Tensor]] = {}  # those of layers that have not written yet
 
     def of_layer(self, index: int, like: tuple[Tensor, Tensor]) -> list[Tensor]:
         """The buffers of a layer whose new keys and values (B, H, T, D) are `like` these."""
         if index not in self.buffers:
-            with torch.inference_mode(False):  # another call may write to it in another mode
-                self.buffers[index] = [
-                    torch.zeros(
-                        (self.num_rows or len(states), *states.shape[1:-2], self.capacity, states.shape[-1]),
-                        dtype=states.dtype,
-                        device=states.device,
-                    )
-                    for states in like
-                ]
+            shapes = [(self.num_rows or len(x), *x.shape[1:-2], self.capacity, x.shape[-1]) for x in like]
+            wanted = [(shape, x.dtype, x.device) for shape, x in zip(shapes, like, strict=True)]
+            if index not in self.reserved:
+                same = [i for i, window in self.windows.items() if window == self.windows[index]]
+                self._reserve([i for i in same if i not in self.buffers], wanted)
+            elif [(x.shape, x.dtype, x.device) for x in self.reserved[index]] != wanted:
+                self._reserve([index], wanted)
+            self.buffers[index] = self.reserved.pop(index)
         return self.buffers[index]
 
-    def all(self) -> list[Tensor]:
-        """The buffers of all layers that have written, keys and values in turn."""
-        return [buffer for index in sorted(self.buffers) for buffer in self.buffers[index]]
-
-    def keep_table(self) -> None:
-        """Keeps the table of the buffers that a capture will find; it is another one where an earlier one was dropped
-        from those that `move_path` keeps."""
-        table = table_of(self.all())
-        if not any(table is kept for kept in self.tables):
-            self.tables.append(table)
+    def _reserve(self, layers: list[int], wanted: list[tuple[Any, ...]]) -> None:
+        """Makes the stacks of some layers, each of a shape, a dtype and a device."""
+        with torch.inference_mode(False):  # another call may write to them in another mode
+            stacks = [torch.zeros((len(layers), *shape), dtype=dtype, device=device) for shape, dtype, device in wanted]
+            self.stacks += stacks
+            self.reserved |= {index: [stack[place] for stack in stacks] for place, index in enumerate(layers)}
 
     def num_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.all(), *self.states.all()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.stacks, *self.states.all()))
 
     def clear(self) -> None:
         """Drops all buffers, which no graph may read any more."""
+        self.stacks.clear()
         self.buffers.clear()
-        self.tables.clear()
+        self.reserved.clear()
         self.states = StateArena(self.num_rows)
 
 
@@ -138,6 +140,7 @@ def move_into(cache: Cache, arena: Arena, num_rows: int | None = None) -> ArenaP
     they hold (states follow after the prompt, see `StateArena`); returns their placement."""
     placement = ArenaPlacement()
     placement.num_rows = num_rows
+    arena.windows = {i: layer.window for i, layer in enumerate(cache.layers) if isinstance(layer, SlotLayer)}
     layers = list[Any]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, SlotLayer):  # it holds nothing, or states alone

@@ -1,15 +1,12 @@
 """Acceptance and compaction without the host: the path that the target takes through a tree, and its keys put together.
 
-B sequences, K drafts of each, N = K + 1 nodes, node 0 the root; M the most nodes of a path; C slots of a buffer.
+B sequences, K drafts of each, N = K + 1 nodes, node 0 the root; M the most nodes of a path; L layers, H heads, C slots.
 """
-
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .operation import operation, why_torch
+from .operation import operation
 
 
 @operation()
@@ -48,24 +45,13 @@ def accepted_path(
     return path, tokens, num_tokens
 
 
-@operation(mutates=("buffers",))
-def move_path(buffers: list[Tensor], starts: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Copies, in each buffer (B, H, C, D), the slots `starts[b] + path[b, i]` to `starts[b] + i` for i < `counts[b]`.
-
-    `path` (B, M) int64 ascends, and path[b, i] >= i: no slot is written before it is read. `starts`, `counts` (B, 1)
-    int64. Buffers of one call share B and dtype; C, H and D may differ."""
+def move_path(stacks: list[Tensor], starts: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Copies, in each stack of buffers (L, B, H, C, D), the slots `starts[b] + path[b, i]` to `starts[b] + i` for i <
+    `counts[b]`. `path` (B, M), `starts`, `counts` (B, 1): int64. Stacks share B alone."""
     place = torch.arange(path.shape[1], device=path.device)
     source = starts + torch.where(place < counts, path, place)
     goal = starts + place
-    for buffer in buffers:
-        shape = -1, buffer.shape[1], -1, buffer.shape[3]
-        moved = buffer.gather(2, source[:, None, :, None].expand(shape))
-        buffer.scatter_(2, goal[:, None, :, None].expand(shape), moved)
-
-
-def table_of(buffers: list[Tensor]) -> Any:
-    """Makes the table of buffers that the kernel of `move_path` reads; returns None where that kernel does not run.
-    Call it before a graph is captured, and keep the table as long as the graph."""
-    if not buffers or why_torch("move_path", buffers[0].device) is not None:
-        return None
-    return import_module(f"{__name__}_triton").prepare(buffers)
+    for stack in stacks:
+        shape = len(stack), -1, stack.shape[2], -1, stack.shape[4]
+        moved = stack.gather(3, source[None, :, None, :, None].expand(shape))
+        stack.scatter_(3, goal[None, :, None, :, None].expand(shape), moved)

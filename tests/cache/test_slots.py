@@ -29,6 +29,7 @@ from transformers.cache_utils import (
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache.adopt import is_adoptable, key_span, settle, slot_cache, slots
+from eagle31_hf.cache.arena import Arena
 from eagle31_hf.cache.layer import HEADROOM, Placement, SlotLayer
 from eagle31_hf.cache.states import HAS_METHODS, holds_states
 from eagle31_hf.cache.transfer import Mirrored
@@ -520,6 +521,25 @@ def test_windowed_layers_beside_them_keep_what_may_have_to_come_back():
     assert cache.layers[0].get_seq_length() == 10
     assert_close("last key", cache.layers[0].keys[:, :, -1:], kept[0][:, :, :1])
     assert not cache.layers[0].record_past
+
+
+def test_layers_of_an_arena_lie_in_the_stacks_of_their_window():
+    """A layer of other heads than those of its window has its own."""
+    arena = Arena(16, num_rows=2)
+    arena.windows = {0: None, 1: 8, 2: None, 3: None}
+    found = {
+        i: arena.of_layer(i, (torch.ones(1, heads, 3, 4), torch.ones(1, heads, 3, 5)))
+        for i, heads in ((0, 2), (3, 1), (1, 2), (2, 2))
+    }
+    assert [tuple(stack.shape[:3]) for stack in arena.stacks] == 2 * [(3, 2, 2)] + 2 * [(1, 2, 1)] + 2 * [(1, 2, 2)]
+    for i, buffers in found.items():
+        assert arena.of_layer(i, buffers) is buffers
+        assert all(buffer.is_contiguous() and not buffer.any() for buffer in buffers)
+        for buffer in buffers:
+            buffer.fill_(1.0)
+    assert sum(int(stack.sum()) for stack in arena.stacks) == sum(
+        each.numel() for two in found.values() for each in two
+    )
 
 
 def test_auto_drafts_trees_by_the_steady_clock(target, drafter, prompt):

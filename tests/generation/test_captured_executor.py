@@ -205,7 +205,7 @@ def test_a_cache_has_left_the_arena_before_another_call_may_have_it(pair, monkey
     def meanwhile(ours, found):
         stores = [*kept_module._kept.get(drafter, {}).get(target, {}).values()]
         free = [kept for kept in stores if not kept.lock.locked()]  # held in the trials that come first
-        buffers = [buffer for kept in free for buffer in kept.arenas[0].all()]
+        buffers = [buffer for kept in free for buffer in kept.arenas[0].stacks]
         for buffer in buffers:
             buffer.fill_(9.0)
         handed_back(ours, found)

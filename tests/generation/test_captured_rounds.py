@@ -120,5 +120,5 @@ def test_text_of_every_family(name, way):
         assert stats.generated_tokens == 20 * len(got)
         assert sum(stats.accepted_per_position) > 0 or sampling is SAMPLED  # of which drafters know little
         for one in kept._kept[drafter][target].values():
-            held = sum(buffer.nbytes for buffer in one.arenas[0].all())
+            held = sum(buffer.nbytes for buffer in one.arenas[0].stacks)
             assert held == bytes_of_a_slot(target) * one.arenas[0].capacity * one.carry.num_rows

@@ -249,18 +249,6 @@ def test_states_of_an_earlier_call_are_not_read(pair):
     assert sum(counts[0]) > 0
 
 
-def test_tables_that_graphs_read_are_kept(pair, monkeypatch):
-    """The cache of tables may have dropped one meanwhile, and make another for the next plan."""
-    made = list[object]()
-    monkeypatch.setattr(arena, "table_of", lambda buffers: made.append(object()) or made[-1])
-    with seams(lambda device: Recorded()):
-        for depth in (2, 3):
-            pair[0].generate(**batch_of(*PROMPT, **GREEDY), assistant_model=pair[1], num_assistant_tokens=depth)
-    sizes = kept._kept[pair[1]][pair[0]].values()
-    assert len(made) >= 2
-    assert [table for size in sizes for table in size.arenas[0].tables] == made
-
-
 def test_the_cause_of_a_failure_is_told(pair):
     """Ending a capture that has failed raises again, which says nothing."""
 

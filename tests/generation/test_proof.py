@@ -72,10 +72,10 @@ def shifted_position(monkeypatch):
     monkeypatch.setattr(executor.CapturedExecutor, "_fill_carry", shifted)
 
 
-def stale_table(monkeypatch):
+def keys_not_moved(monkeypatch):
     """Accepted nodes of a tree are moved in memory that nobody reads: the next round sees it."""
     moved = round.move_path
-    monkeypatch.setattr(round, "move_path", lambda buffers, *rest: moved([one.clone() for one in buffers], *rest))
+    monkeypatch.setattr(round, "move_path", lambda stacks, *rest: moved([one.clone() for one in stacks], *rest))
 
 
 def keys_not_written(monkeypatch):
@@ -122,7 +122,7 @@ def a_token_too_many(monkeypatch):
 FAULTS = {
     "wrong bit": (wrong_bit, "logits differ"),
     "shifted position": (shifted_position, "logits differ"),
-    "stale table": (stale_table, "logits differ"),
+    "keys not moved": (keys_not_moved, "logits differ"),
     "keys not written": (keys_not_written, "logits differ"),
     "kernel that returns its input": (kernel_that_returns_its_input, "logits differ"),
     "states of other layers": (states_of_other_layers, "states differ"),
@@ -133,7 +133,7 @@ FAULTS = {
 # Each greedily; those that are hardest to tell from rounding in bf16, too, and one of each part of a round sampled.
 CASES = [(name, "greedy") for name in FAULTS]
 CASES += [(name, "bf16") for name in ("wrong bit", "shifted position", "states of other layers")]
-CASES += [(name, "sampled") for name in ("stale table", "a token too many")]
+CASES += [(name, "sampled") for name in ("keys not moved", "a token too many")]
 
 
 @cache

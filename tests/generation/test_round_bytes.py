@@ -70,7 +70,6 @@ OF_A_PART = {
     "append": lambda args, out: 2 * size(*args[0]),
     "embed_norms": lambda args, out: 2 * size(out),
     "likeliest_tokens": lambda args, out: size(args[0], *out),
-    "move_path": lambda args, out: 2 * WIDTH * sum(size(buffer) // buffer.shape[2] for buffer in args[0]),
 }
 
 

@@ -2,7 +2,7 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.acceptance_triton import COLUMNS, ROWS, WORDS, accepted_path_kernel, move_path_kernel
+from eagle31_hf.kernels.acceptance_triton import accepted_path_kernel
 
 BYTES = {"spoiled": "*i1"}
 
@@ -18,19 +18,4 @@ def accepted(num_nodes: int, width: int) -> Case:
     return Case(kernel, kinds, {"N_BLOCK": num_nodes, "M_BLOCK": width}, {"num_warps": 1})
 
 
-def moved(word: int, columns: int) -> Case:
-    """Rows of so many words of so many bytes."""
-    kernel = move_path_kernel
-    kinds = dict.fromkeys(("table", "starts", "path", "counts"), "*i64")
-    kinds |= dict.fromkeys(("stride_starts", "stride_path", "stride_counts", "heads"), "i32")
-    constants = {"WORD": WORDS[word], "COLUMNS": columns, "ROWS": ROWS}
-    return Case(kernel, kinds, constants, {"num_warps": 1})
-
-
-CASES = {
-    "accepted_path": accepted(64, 8),
-    "accepted_path, a chain": accepted(64, 64),
-    "move_path": moved(8, 32),
-    "move_path, rows of a kilobyte": moved(8, COLUMNS),
-    "move_path, rows of an odd width": moved(2, COLUMNS),
-}
+CASES = {"accepted_path": accepted(64, 8), "accepted_path, a chain": accepted(64, 64)}

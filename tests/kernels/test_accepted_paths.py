@@ -1,15 +1,14 @@
-"""Acceptance without the host: its kernels, in Triton's interpreter where there is no GPU, beside their references."""
+"""Acceptance without the host: its kernel, in Triton's interpreter where there is no GPU, beside its reference."""
 
 import pytest
 import torch
-from close import assert_close
-from kernel_close import assert_all_match, assert_matches
+from kernel_close import assert_all_match
 from poison import Guarded
 
 from eagle31_hf.kernels.acceptance import accepted_path, move_path
 from eagle31_hf.kernels.drafts import best_tree
 
-acceptance_triton = pytest.importorskip("eagle31_hf.kernels.acceptance_triton")
+pytest.importorskip("eagle31_hf.kernels.acceptance_triton")
 pytestmark = pytest.mark.usefixtures("on_the_gpu")
 OUTPUTS = ("path", "tokens", "counts")
 
@@ -59,101 +58,23 @@ def test_accepted_path_of_a_chain_without_memory_of_its_own(count):
     assert_all_match(OUTPUTS, accepted_path.kernel()(*args), accepted_path.reference(*args))
 
 
-@pytest.mark.parametrize(
-    ("b", "num_places", "slots", "dtype"),
-    [(1, 2, 5, torch.float32), (4, 8, 30, torch.bfloat16), (2, 20, 64, torch.float32), (2, 9, 9, torch.bfloat16)],
-    ids=str,
-)
-def test_move_path(dtype, b, num_places, slots):
+@pytest.mark.parametrize(("b", "num_places", "slots"), [(1, 2, 5), (4, 8, 30), (2, 20, 64), (2, 9, 9)], ids=str)
+def test_move_path(b, num_places, slots):
+    """What is moved may not be finite; places past a path are not looked at."""
     torch.manual_seed(0)
-    shapes = [(b, 3, 100, 60), (b, 1, 90, 64), (b, 2, 100, 8), (b, 1, 70, 7), (b, 1, 70, 300)]
-    buffers = [Guarded.holding(torch.randn(shape).to(dtype)) for shape in shapes]
-    starts = torch.randint(0, 70 - slots, (b, 1))
-    path = ascending(b, num_places, slots)
+    stacks = [torch.randn(3, b, 2, 100, 6), torch.full((1, b, 1, 90, 7), float("nan")).bfloat16()]
+    starts, path = torch.randint(0, 26, (b, 1)), ascending(b, num_places, slots)
     counts = torch.randint(0, num_places + 1, (b, 1))
-    counts[0] = num_places
-    expected = [each.tensor.clone() for each in buffers]
-    move_path.reference(expected, starts, path, counts)
-    move_path.kernel()([each.tensor for each in buffers], starts, path, counts)
-    for guarded, each in zip(buffers, expected, strict=True):
-        assert guarded.is_intact()
-        assert_matches("buffer", guarded.tensor, each)
+    counts[0], path[0, -1] = num_places - 1, 10**6
+    expected = [each.clone() for each in stacks]
+    for stack, each in zip(stacks, expected, strict=True):
+        for row, (start, count) in enumerate(zip(starts[:, 0].tolist(), counts[:, 0].tolist(), strict=True)):
+            each[:, row, :, start : start + count] = stack[:, row, :, start + path[row, :count]]
+    move_path(stacks, starts, path, counts)
+    for stack, each in zip(stacks, expected, strict=True):
+        assert torch.equal(stack.nan_to_num(9.0), each.nan_to_num(9.0))
 
 
-def test_move_path_reads_no_slot_that_is_not_moved():
-    buffer, path = torch.full((1, 2, 12, 4), float("nan")), torch.tensor([[0, 2, 5, 10**6]])
-    buffer[:, :, [4, 6, 9]] = torch.tensor([1.0, 2.0, 3.0])[:, None]
-    move_path.kernel()([buffer], torch.tensor([[4]]), path, torch.tensor([[3]]))
-    assert buffer[0, 0, 4:7, 0].tolist() == [1.0, 2.0, 3.0]
-    assert buffer[0, 0, [0, 1, 2, 3, 7, 8, 10, 11]].isnan().all()
-
-
-def test_move_path_follows_strides():
-    torch.manual_seed(0)
-    whole = torch.randn(2, 40, 3, 10)
-    buffers = [whole[..., :6].transpose(1, 2), torch.randn(2, 3, 40, 6)]
-    before, beside = [each.clone() for each in buffers], whole[..., 6:].clone()
-    starts, path, counts = torch.tensor([[3, 9], [5, 9]])[:, :1], ascending(2, 5, 20), torch.tensor([[5], [4]])
-    move_path.kernel()(buffers, starts, path, counts)
-    move_path.reference(before, starts, path, counts)
-    assert_close("buffers", buffers, before)
-    assert_close("beside", whole[..., 6:], beside)
-
-
-def test_move_path_refuses_rows_in_pieces():
-    args = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="last dimension"):
-        move_path.kernel()([torch.zeros(1, 1, 4, 8)[..., ::2]], *args)
-
-
-def test_a_table_is_made_once_for_the_same_buffers(monkeypatch):
-    prepare = acceptance_triton.prepare
-    monkeypatch.setattr(acceptance_triton, "_tables", {})
-    monkeypatch.setattr(acceptance_triton, "MAX_TABLES", 2)
-    buffers = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
-    first, second = prepare(buffers[:2]), prepare(buffers[1:])
-    assert prepare(list(buffers[:2])) is first
-    assert prepare([buffers[0][:, :1], buffers[1]]) is not first  # takes the place of the second
-    assert prepare(buffers[:2]) is first
-    assert prepare(buffers[1:]) is not second
-
-
-def test_no_table_is_made_while_a_graph_is_captured(monkeypatch):
-    buffers = [torch.zeros(1, 2, 4, 8)]
-    monkeypatch.setattr(acceptance_triton, "_tables", {})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="before the capture"):
-        acceptance_triton.prepare(buffers)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    table = acceptance_triton.prepare(buffers)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert acceptance_triton.prepare(buffers) is table
-
-
-@pytest.mark.parametrize(("width", "cut", "word"), [(8, 8, 8), (6, 6, 4), (7, 7, 2), (8, 7, 2)], ids=str)
-def test_words_are_as_long_as_rows_allow(width, cut, word):
-    assert acceptance_triton.prepare([torch.zeros(1, 2, 4, width, dtype=torch.bfloat16)[..., :cut]]).word == word
-
-
-@pytest.mark.parametrize(
-    ("operation", "args"),
-    [
-        (
-            accepted_path,
-            (*tree(2, 5, 2), torch.zeros(2, 6).long(), torch.zeros(2, 6).bool(), torch.ones(2, 1).long(), 6),
-        ),
-        (
-            move_path,
-            (
-                [torch.randn(2, 1, 9, 4), torch.randn(2, 2, 8, 3)],
-                torch.ones(2, 1).long(),
-                torch.tensor([[0, 2, 3], [0, 1, 4]]),
-                torch.tensor([[3], [2]]),
-            ),
-        ),
-    ],
-    ids=lambda each: getattr(each, "name", ""),
-)
-def test_operation_is_as_it_is_declared(operation, args):
-    torch.library.opcheck(operation._op, args)
+def test_operation_is_as_it_is_declared():
+    args = *tree(2, 5, 2), torch.zeros(2, 6).long(), torch.zeros(2, 6).bool(), torch.ones(2, 1).long(), 6
+    torch.library.opcheck(accepted_path._op, args)

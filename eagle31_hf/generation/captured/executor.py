@@ -106,7 +106,6 @@ class CapturedExecutor:
             rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
             rounds.unproved_rows |= self.state_keeper.rows(part)
             arena = rounds.parts.target.arena
-            arena.keep_table()
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
                 self._run("draft", plan)
             with self.carry.restored(), arena.states.restored(), self._placing():

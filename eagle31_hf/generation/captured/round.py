@@ -60,7 +60,7 @@ class Round(Drafting):
             drafts.ids, drafts.parents, drafts.depths, drafts.bits, chosen, spoiled, carry.going, carry.width
         )
         if not drafts.is_chain:
-            move_path(self.parts.target.arena.all(), starts, path, count)
+            move_path(self.parts.target.arena.stacks, starts, path, count)
         # What pads a path is the root's: a rejected draft's state may not be finite, and the drafter reads all of it.
         on_path = path * (self.numbers[:, : carry.width] < count)
         carry.text.scatter_(1, slots[:, 1 : carry.width + 1], tokens)
