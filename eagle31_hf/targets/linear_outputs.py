@@ -17,55 +17,39 @@ Outputs = dict[nn.Parameter, list[Tensor]]  # by weight, one (B, N, D) after the
 class LinearOutputs(TorchFunctionMode):
     """A context of this thread in which linear layers are looked at, between `begin` and `end`: calls as `nn.Linear`
     makes them, of inputs (B, N, D) of the shape that is said. All others, as those of quantized weights, compute as
-    usual."""
+    usual.
+
+    `gives`: returns, for the first tokens, what was noted. Else it notes outputs: copies, since what comes after a
+    layer may write to them, as adapters do.
+    """
 
     outputs: Outputs | None = None
     shape: tuple[int, int] = (0, 0)  # B, N
 
+    def __init__(self, gives: bool):
+        super().__init__()
+        self.gives = gives
+        self.left: dict[nn.Parameter, Iterator[Tensor]] = {}  # of what was noted
+
     def begin(self, outputs: Outputs, shape: tuple[int, int]) -> None:
         self.outputs = outputs
         self.shape = shape
+        if self.gives:
+            self.left = {weight: iter(each) for weight, each in outputs.items()}
+        else:
+            outputs.clear()
 
     def end(self) -> None:
         self.outputs = None
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        def compute() -> Any:
-            return func(*args, **(kwargs or {}))
-
         is_linear = self.outputs is not None and func is torch.nn.functional.linear and len(args) > 1
         if not is_linear or not isinstance(args[1], nn.Parameter) or args[0].shape[:-1] != self.shape:
-            return compute()
-        return self.output_of(args[1], compute)
-
-    def output_of(self, weight: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
-        """The output of a layer of this weight, which `compute` computes."""
-        raise NotImplementedError
-
-
-class NotedOutputs(LinearOutputs):
-    """Notes outputs: copies, since what comes after a layer may write to them, as adapters do."""
-
-    def begin(self, outputs: Outputs, shape: tuple[int, int]) -> None:
-        outputs.clear()
-        super().begin(outputs, shape)
-
-    def output_of(self, weight: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
-        output = compute()
-        assert self.outputs is not None
-        self.outputs.setdefault(weight, []).append(output.clone())
+            return func(*args, **(kwargs or {}))
+        noted = next(self.left.get(args[1], iter(())), None)
+        if noted is not None:
+            return noted[:, : self.shape[1]].clone()
+        output = func(*args, **(kwargs or {}))
+        if not self.gives and self.outputs is not None:
+            self.outputs.setdefault(args[1], []).append(output.clone())
         return output
-
-
-class GivenOutputs(LinearOutputs):
-    """Gives, for the first tokens, what was noted."""
-
-    left: dict[nn.Parameter, Iterator[Tensor]]
-
-    def begin(self, outputs: Outputs, shape: tuple[int, int]) -> None:
-        super().begin(outputs, shape)
-        self.left = {weight: iter(each) for weight, each in outputs.items()}
-
-    def output_of(self, weight: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor:
-        noted = next(self.left.get(weight, iter(())), None)
-        return compute() if noted is None else noted[:, : self.shape[1]].clone()

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..cache.states import METHODS, Scratch, StateArena, is_recurrent
 from ..errors import DraftingRefusedError
-from .linear_outputs import GivenOutputs, NotedOutputs, Outputs
+from .linear_outputs import LinearOutputs, Outputs
 from .paths import Paths
 
 Arguments = tuple[tuple, dict[str, Any]]
@@ -176,7 +176,7 @@ class Mixers:
         self._awaited: Scratch | None = None  # with which a mixer is run now, over all tokens or the last one
         self._earlier: list[Any] = []  # its outputs for the tokens before that
         self._untold: set[nn.Module] = set()  # of which `differs_by_steps` was tried in vain: not again in this call
-        self._linear: NotedOutputs | GivenOutputs | None = None  # notes outputs of linear layers, or gives them again
+        self._linear: LinearOutputs | None = None
 
     def __enter__(self) -> "Mixers":
         return self
@@ -225,14 +225,14 @@ class Mixers:
         rows = None if self._paths is None else torch.tensor(self._paths.rows, device="cpu")
         self._scratch = Scratch(states or self.cache, rows)
         try:
-            with self._with_linear(None if states is None else NotedOutputs()):
+            with self._with_linear(None if states is None else LinearOutputs(gives=False)):
                 yield
         except BaseException:
             self._scratch = None
             raise
 
     @contextmanager
-    def _with_linear(self, mode: NotedOutputs | GivenOutputs | None) -> Iterator[None]:
+    def _with_linear(self, mode: LinearOutputs | None) -> Iterator[None]:
         before, self._linear = self._linear, mode
         try:
             with mode or nullcontext():
@@ -281,7 +281,7 @@ class Mixers:
 
     def run_again(self, module: nn.Module, call: Call, scratch: Scratch) -> None:
         """Has a scratch hold the states after the tokens of a call."""
-        with self._with_linear(GivenOutputs() if call.outputs else None):
+        with self._with_linear(LinearOutputs(gives=True) if call.outputs else None):
             args, kwargs = self._advance(module, call, scratch)
             module(*args, **kwargs)
 
