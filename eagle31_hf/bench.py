@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .acceptance import AcceptanceStats, track_acceptance
@@ -24,15 +24,15 @@ from .version import __version__
 class ForwardClock:
     """Seconds spent inside a module's forward, waiting for the device before and after it."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: PreTrainedModel):
         self.module, self.seconds = module, 0.0
 
     def _start(self, *args) -> None:
-        synchronize()
+        synchronize(self.module.device)
         self._began = time.perf_counter()
 
     def _stop(self, *args) -> None:
-        synchronize()
+        synchronize(self.module.device)
         self.seconds += time.perf_counter() - self._began
 
     @contextmanager
@@ -104,12 +104,12 @@ class Contestant:
         if self.drafter is not None:
             options = {"assistant_model": self.drafter, **self.shape.measured_knobs}
         mask = torch.ones_like(prompt)
-        synchronize()
+        synchronize(self.target.device)
         began = time.perf_counter()
         sequence = self.target.generate(
             prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **options
         )
-        synchronize()
+        synchronize(self.target.device)
         return sequence, time.perf_counter() - began
 
     def run(self, prompt: Tensor, max_new_tokens: int) -> Tensor:
@@ -214,7 +214,7 @@ def environment_of(device: torch.device, dtype: str) -> dict[str, Any]:
     }
 
 
-def synchronize() -> None:
-    """Waits for every accelerator there is."""
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
+def synchronize(device: torch.device | None = None) -> None:
+    """Waits for a device, and no other; without one for the GPU, or another accelerator, that is current."""
+    if torch.accelerator.is_available() and (device is None or device.type != "cpu"):
+        torch.accelerator.synchronize(device)

@@ -1,6 +1,7 @@
 """The command line, run in the process with the demo pair."""
 
 import json
+import shutil
 from argparse import Namespace
 
 import pytest
@@ -64,6 +65,18 @@ def test_generate_streams_what_json_returns(capsys):
     assert streamed.out.strip() == result["text"].strip()
     assert "mean accepted length" in streamed.err
     assert result["generated_tokens"] == 12
+
+
+def test_the_end_of_a_text_is_not_shown(capsys, tmp_path):
+    """Its last token is the special one that ends texts."""
+    target = shutil.copytree(TARGET, tmp_path / "target")
+    config = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps(config | {"forced_eos_token_id": 1}))
+    arguments = ["generate", "--target", str(target), "--drafter", DRAFTER, "--max-new-tokens", "6", "import os\n"]
+    assert main([*arguments, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.strip() == text.strip()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("eagle31", "EAGLE 3.1"), ("eagle3", "EAGLE 3")])

@@ -65,6 +65,10 @@ BAD = {
         ["generate", "--target", "refusing", "--drafter", "drafter", "--chat", "abc"],
         "template refused it: no chats",
     ),
+    "a word of Python": (
+        [*GENERATE, "--set", "norm_output=False", "abc"],
+        "got 'norm_output=False', expected norm_output=false",
+    ),
     "an option of training": ([*ACCEPTANCE, "--processes", "2"], "unrecognized arguments: --processes 2"),
     "no chat template": ([*GENERATE, "--chat", "abc"], "has no chat template"),
     "negative temperature": (

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from eagle31_hf import demo
+from eagle31_hf import Eagle31Config, Eagle31DrafterModel, demo
 from eagle31_hf.cli import main
 
 PAIR = ["--target", str(demo.FOLDER / "target"), "--drafter", str(demo.FOLDER / "eagle31")]
@@ -123,6 +123,33 @@ def test_what_cannot_be_compared_is_said_in_a_line(words, said, capsys):
     assert acceptance(*ONE_WAY, *words) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
     assert said in line
+
+
+def test_a_drafter_whose_drift_cannot_be_measured_is_told_before_any_is(tmp_path, capsys):
+    config = demo.load_drafter("eagle31").config.to_dict()
+    parallel = Eagle31DrafterModel(Eagle31Config(**config | {"mask_token_id": 0}))
+    parallel.save_pretrained(tmp_path / "parallel")
+    folder = tmp_path / "report"
+    assert drift(*PLAIN, "--compare", str(tmp_path / "parallel"), "--output", str(folder)) == 2
+    assert "cannot be measured step by step" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_prompts_that_are_left_out_are_counted_by_reason(tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n' * 5 + '{"prompt": "import os"}\n')
+    assert drift("--prompts", str(tmp_path / "prompts.jsonl"), *PLAIN[2:-2]) == 0
+    assert "left out 5: empty prompt" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes any bytes")
+def test_names_of_files_that_are_no_utf_8_are_spelled_out(tmp_path, capsys):
+    """Of prompts and of an earlier report: what was measured is written."""
+    prompts, folder = (tmp_path / f"{name}\udcff" for name in ("prompts", "earlier"))
+    prompts.write_text('{"prompt": "import os"}\n')
+    command = ["--prompts", str(prompts), *ONE_WAY[2:]]
+    assert acceptance(*command, "--output", str(folder)) == 0
+    assert acceptance(*command, "--against", str(folder / "report.json"), "--output", str(tmp_path / "now")) == 0
+    assert rf"Beside {tmp_path}/earlier\udcff/report.json" in (tmp_path / "now" / "report.html").read_text()
 
 
 def test_what_writes_reports_is_asked_for_before_anything_is_measured(tmp_path, capsys, monkeypatch):

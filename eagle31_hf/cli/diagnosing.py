@@ -117,7 +117,7 @@ def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
         study = make_study(target, prompts, journal, counted, settings, drafters)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
-            report.sections.append(against(earlier, report.figures, facts, args.against))
+            report.sections.append(against(earlier, report.figures, facts, printable(args.against)))
         return report
 
     show_report(args, facts, ", ".join(loads), make)
@@ -199,7 +199,7 @@ def facts_of(
         named[name] = f"{source} (weights {weights_fingerprint(model)[:12]}, config {config[:12]})"
     return named | {
         "read with": ", ".join(f"{name}={value}" for name, value in reading_options(args).items()) or "no options",
-        "prompts": f"{len(prompts)} of {Path(prompts.name).name} ({ids[:12]})",
+        "prompts": f"{len(prompts)} of {printable(Path(prompts.name).name)} ({ids[:12]})",
         "new tokens a prompt": args.max_new_tokens,
         **environment(target),
     }

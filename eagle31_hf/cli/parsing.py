@@ -21,6 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"  # the name of the default device
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 LARGEST = 2**31 - 1  # the largest count accepted: more fits no memory, and overflows 32-bit integers of other libraries
+OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # JSON's words by Python's
 MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
 
 
@@ -221,10 +222,13 @@ def reading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def field(text: str) -> tuple[str, Any]:
-    """Reads `NAME=VALUE`; the value is JSON, or else a plain string."""
+    """Reads `NAME=VALUE`; the value is JSON, or else a plain string, but for the words that Python has in place of
+    JSON's."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")
+    if value in OF_PYTHON:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected {name[:40]}={OF_PYTHON[value]}")
     try:
         return name, parse_value(value)
     except ValueError:

@@ -220,10 +220,10 @@ class AcceptanceStudy(Study):
     def _decode(self, condition: Condition, number: int, who: Who, generate: Generate) -> Row:
         torch.manual_seed(number)  # of sampling
         with track_acceptance() as stats:
-            synchronize()
+            synchronize(self.target.device)
             began = time.perf_counter()
             new = self._new_tokens(generate, condition.batches[number], self.settings.max_new_tokens, condition.options)
-            synchronize()
+            synchronize(self.target.device)
             seconds = time.perf_counter() - began
         ids = [_through_end(row, self._ends()) for row in new.tolist()]
         return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})

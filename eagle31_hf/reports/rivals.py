@@ -60,5 +60,5 @@ def drafting_by(target: Any, generator: Any):
     if not asked:
         raise RuntimeError(
             "transformers' loop did not draft with the drafter: this release finds its assistant in another way;"
-            " expected transformers 5.17 to 5.23, or no assisted-loop among the rivals."
+            " expected transformers 5.17 to 5.24, or no assisted-loop among the rivals."
         )

@@ -1,6 +1,7 @@
 """The acceptance report: what is counted and compared, on tiny models, against generate() itself."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from html import unescape
@@ -13,7 +14,8 @@ from conftest import build_drafter, build_target
 from reports.studies import tiny_prompts
 
 from eagle31_hf import Eagle31CandidateGenerator, demo, track_acceptance
-from eagle31_hf.bench import AUTO_SHAPE, Shape
+from eagle31_hf.bench import AUTO_SHAPE, ForwardClock, Shape, synchronize
+from eagle31_hf.diagnostics.drift import measure_drift
 from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
 from eagle31_hf.reports.acceptance_study import (
     ALONE,
@@ -157,6 +159,56 @@ def test_figures_for_programs_say_the_same(report, found):
     expected = sum(row["seconds"] for row in alone) / sum(row["seconds"] for row in rows)
     assert figures["speedup"]["value"] == pytest.approx(expected)  # of the same tokens
     assert (figures["same_text"], figures["prompts"]) == (4, 4)
+
+
+def test_times_wait_for_the_models_own_device(monkeypatch):
+    """And for no other, where there are several; a pretended one, the meta device, tells who is waited for."""
+    waited, model, ids = [], build_target("qwen3").to("meta"), torch.zeros(1, 3, dtype=torch.long, device="meta")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    with ForwardClock(model).running():
+        model(ids)
+    synchronize(torch.device("cpu"))
+    assert waited == [model.device] * 2
+
+
+def test_chains_are_the_drafters_whatever_it_was_saved_with(tmp_path):
+    """On the demo pair and a text that goes round: saved so, it would draft longer chains from the text, or shorter."""
+    target, tokenizer = demo.load_target()
+    (tmp_path / "round.jsonl").write_text(json.dumps({"text": "x = 1\n" * 20}))
+    prompts = Prompts(str(tmp_path / "round.jsonl"), Renderer(tokenizer, 60, len(tokenizer), {}), 1, 500, 16)
+    settings = Settings((Shape(2),), Shape(2), 16, has_perturbations=False)
+    found = []
+    for saved in ({}, {"prompt_lookup_num_tokens": 6}, {"assistant_confidence_threshold": 0.9}):
+        drafter = demo.load_drafter("eagle31")
+        drafter.generation_config.update(**saved)
+        study = AcceptanceStudy(
+            target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {"ours": drafter}
+        )
+        found += [study.measure()[SERVED].rows["ours", "2"][0]["drafted"]]
+        found += [measure_drift(target, drafter, prompts.ids[0][None], 2, 16)["drafted"]]
+    assert found == [found[0]] * 6
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 9])
+def test_no_text_is_longer_than_asked_for(study, monkeypatch, max_new_tokens):
+    """Not that of a warm-up either: a prompt may fill the context but for its answer."""
+    lengths, generate = [], study.target.generate
+
+    def counted(ids, **options):
+        lengths.append(generate(ids, **options).shape[1] - ids.shape[1])
+        return generate(ids, **options)
+
+    monkeypatch.setattr(study.target, "generate", counted)
+    settings = replace(SETTINGS, max_new_tokens=max_new_tokens, lengths=(), temperatures=(), concurrency=())
+    replace(study, settings=settings, journal=Journal(None, {})).measure()
+    assert 0 < max(lengths) <= max_new_tokens
+
+
+def test_figures_that_are_not_finite_are_null_in_its_file(report, tmp_path):
+    write_report(tmp_path, replace(report, figures={"one": [math.inf, math.nan, 1.5]}), "one")
+    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found["figures"] == {"one": [None, None, 1.5]}
 
 
 def test_a_page_is_made_of_it(report, tmp_path):

@@ -150,6 +150,16 @@ def test_a_chat_in_a_longer_context_has_other_prompts_in_front_of_its_question(c
     assert lengthened(prompts, 10_000) is None
 
 
+def test_no_prompt_is_longer_than_leaves_room_for_an_answer(chats, tmp_path):
+    """A chat's words, joined anew, may be some tokens more than were asked for."""
+    prompts = prompts_of([{"prompt": " ".join([word] * 30)} for word in ("import", "return")], chats, tmp_path)
+    lengths = range(len(prompts.ids[0]) + 1, len(prompts.ids[0]) + 20)
+    assert any(len(lengthened(prompts, length)) > length for length in lengths)
+    for length in lengths:
+        prompts.room = length + prompts.answer
+        assert all(len(ids) <= length for _, ids in prompts.lengthened(length))
+
+
 def test_a_template_that_refuses_long_chats_leaves_them_out(chats, tmp_path, monkeypatch):
     refusing = TEMPLATE + "{% if messages[0].content|length > 60 %}{{ raise_exception('too long') }}{% endif %}"
     monkeypatch.setattr(chats, "chat_template", refusing)
