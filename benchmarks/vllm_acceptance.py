@@ -29,7 +29,7 @@ from eagle31_hf.cli import main as eagle31
 from eagle31_hf.reports.acceptance_study import TARGET_ALONE, WARM_UP, AcceptanceStudy, Condition, Who, label_of, row_of
 from eagle31_hf.reports.document import Generation
 from eagle31_hf.reports.figures import Row
-from eagle31_hf.reports.study import place
+from eagle31_hf.reports.journal import place
 from eagle31_hf.storage.fingerprints import digest
 from eagle31_hf.training.engines import sampling_of
 

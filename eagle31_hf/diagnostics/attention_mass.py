@@ -3,9 +3,9 @@
 `sink` is the one of the text's first keys that gets the most attention; in training, the first. `prompt` are the other
 keys read from the target's states before the position at which the chain begins, `own` is the key at that position, and
 `self` are the keys that the chain made itself. The four masses of a query add up to 1. Source: Attention Drift (arXiv
-2605.09992).
+2605.09992). Beside it the size of a state.
 
-B sequences, H heads, Q queries, S keys, D width of a head.
+B sequences, H heads, Q queries, S keys, D width of a head, h of a state.
 """
 
 import torch
@@ -34,3 +34,8 @@ def attention_mass(sink: Tensor, own: Tensor, made: Tensor) -> Tensor:
 def attention_entropy(weights: Tensor) -> Tensor:
     """Returns the entropy (B, Q) in nats of attention weights (B, H, Q, S), averaged over heads."""
     return -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean(1)
+
+
+def state_norm(states: Tensor) -> Tensor:
+    """Returns the root mean squares (...) of states (..., h), in fp32."""
+    return states.float().square().mean(-1).sqrt()

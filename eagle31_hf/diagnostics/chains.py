@@ -15,8 +15,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel, refuse_parallel
-from .attention_mass import attention_entropy
-from .growth import state_norm
+from .attention_mass import attention_entropy, state_norm
 
 
 @dataclass

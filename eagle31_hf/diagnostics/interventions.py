@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modeling import Eagle31DrafterModel
-from .growth import state_norm
+from .attention_mass import state_norm
 
 Install = Callable[[Eagle31DrafterModel], list[Any]]  # puts hooks on a drafter, and returns their handles
 NOISE = (0.1, 0.5, 1.0)

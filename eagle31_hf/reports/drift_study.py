@@ -14,7 +14,7 @@ from ..diagnostics.drift import measure_drift
 from ..diagnostics.interventions import INTERVENTIONS, Install, applied, rope_fields, untouched, window_fields
 from ..modeling import Eagle31DrafterModel
 from .figures import Row, accepted_drafts
-from .study import Study, place
+from .journal import Study, place
 
 PLAIN = "as it is"
 FALLEN = 0.9  # share of the drafts accepted in short contexts, below which remedies are tried in long ones

@@ -1,14 +1,19 @@
 """What has been measured, kept as it comes, so that a run that was stopped goes on where it was."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..checkpoints.sharing import try_lock
+from .prompts import Prompts
 
 FILE = "measured.jsonl"
+Counted = Callable[[Iterable[int], str], Iterable[int]]  # shows how far a loop is
 
 
 class Journal(dict[str, Any]):
@@ -27,6 +32,22 @@ class Journal(dict[str, Any]):
                 self._file.flush()
             self[name] = found
         return self[name]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is measured: prompts are decoded one after the other, and figures kept as they come. `counted` shows the
+    progress over prompts."""
+
+    target: PreTrainedModel
+    prompts: Prompts
+    journal: Journal
+    counted: Counted
+
+
+def place(who: str, condition: str, number: int) -> str:
+    """Returns the name under which the journal keeps the figures of a prompt or a batch, by its number."""
+    return f"{who}: {condition}: prompt {number}"
 
 
 def check_folder(folder: Path, resume: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..diagnostics.growth import state_norm
+from ..diagnostics.attention_mass import state_norm
 from ..modeling import Eagle31DrafterModel
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
 from .drift import MassObserver

@@ -6,10 +6,9 @@ from close import FORWARD, assert_close
 from conftest import build_drafter, build_target
 
 from eagle31_hf.diagnostics.acceptance import measure_acceptance
-from eagle31_hf.diagnostics.attention_mass import attention_entropy, attention_mass
+from eagle31_hf.diagnostics.attention_mass import attention_entropy, attention_mass, state_norm
 from eagle31_hf.diagnostics.chains import Chain, recorded_chains
 from eagle31_hf.diagnostics.drift import NUM_FIRST, NUM_RECENT, attention_parts, drift_of, means_of, measure_drift
-from eagle31_hf.diagnostics.growth import state_norm
 from eagle31_hf.targets.layers import target_states
 
 DEPTH = 4

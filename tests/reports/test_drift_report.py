@@ -13,8 +13,7 @@ from eagle31_hf.diagnostics.drift import drift_of
 from eagle31_hf.markdown import inert
 from eagle31_hf.reports import figures, plots
 from eagle31_hf.reports.document import GOOD, NOTE, SCHEMA, WARNING, Chart, Column, Section, Series
-from eagle31_hf.reports.drift_findings import findings_of
-from eagle31_hf.reports.drift_report import drift_report
+from eagle31_hf.reports.drift_report import drift_report, findings_of
 from eagle31_hf.reports.drift_study import PLAIN, Context, default_lengths, remedies_of
 from eagle31_hf.reports.journal import Journal
 from eagle31_hf.reports.text import terminal

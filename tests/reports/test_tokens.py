@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.acceptance import Round, watch_rounds
-from eagle31_hf.reports.acceptance_study import end_of
-from eagle31_hf.reports.tokens import shown_round
+from eagle31_hf.reports.acceptance_study import end_of, shown_round
 
 PROMPT = torch.tensor([[1, 2, 3, 5, 8]])
 
