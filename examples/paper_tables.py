@@ -36,11 +36,10 @@ from eagle31_hf.diagnostics.interventions import (
     STATE,
     Install,
     applied,
+    fed_back,
     noisy,
-    noisy_feedback,
     pinned,
-    untouched,
-    window_fields,
+    with_noise,
 )
 from eagle31_hf.training.store import HiddenStateStore
 
@@ -51,6 +50,17 @@ WINDOW = 192
 PLAIN = "as it is"
 DEPTHS = (2, 8)  # of table E's trainings
 NO_CHECKPOINTS = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_prompts": 0}
+
+
+def noisy_feedback(scale: float) -> Install:
+    """Adds Gaussian noise to nothing but the state fed back: the first drafted token never meets it."""
+
+    def install(drafter: Eagle31DrafterModel) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        hook = fed_back(lambda state: with_noise(state, scale, generator))
+        return [drafter.register_forward_pre_hook(hook, with_kwargs=True)]
+
+    return install
 
 
 def attending_with(function: Callable[..., Any]) -> Install:
@@ -134,7 +144,7 @@ class Bench:
         self,
         name: str,
         condition: str,
-        install: Install = untouched,
+        install: Install | None = None,
         prompts: list[Tensor] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
@@ -373,13 +383,13 @@ def table_f(bench: Bench) -> Table:
     return Table("F: template", what, ["", *NAMES.values(), "ratio", "paper"], rows)
 
 
-WINDOWED = window_fields(WINDOW, num_layers=1)
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
 PAST = (400, 768)  # up to 96 tokens and as many new ones a window of 192 sees everything
 # tokens, BOS, what is done, config, paper's row
-CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install, dict[str, Any], str]] = {
-    "full attention": ((96, *PAST), False, untouched, {}, ".05 / .83"),
-    f"window of {WINDOW}": (PAST, False, untouched, WINDOWED, "2.43 / 2.97"),
-    f"window of {WINDOW}, BOS in front": (PAST, True, untouched, WINDOWED, "2.53 / 2.99"),
+CONTEXTS: dict[str, tuple[tuple[int, ...], bool, Install | None, dict[str, Any], str]] = {
+    "full attention": ((96, *PAST), False, None, {}, ".05 / .83"),
+    f"window of {WINDOW}": (PAST, False, None, WINDOWED, "2.43 / 2.97"),
+    f"window of {WINDOW}, BOS in front": (PAST, True, None, WINDOWED, "2.53 / 2.99"),
     f"window of {WINDOW}, BOS in front and kept in sight": (
         PAST,
         True,

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpus import training_files
 from pretraining import drawn, token_ids
 from search_table import SETS
 from torch import Tensor
 from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file, training_files
+from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
 from eagle31_hf.storage.fingerprints import digest, weights_fingerprint
 from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.target import TargetReader

@@ -13,9 +13,9 @@ import random
 from pathlib import Path
 
 import torch
+from corpus import training_files
 
 from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments, demo
-from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.output import check_output, claim, discard_replaced, set_aside
 from eagle31_hf.training.packing import Part

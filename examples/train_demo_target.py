@@ -8,10 +8,11 @@ the card reports.
 """
 
 import torch
+from corpus import training_files
 from pretraining import parse_args, train_tokenizer, write_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file, training_files
+from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
 
 VOCAB_SIZE = 2048
 

@@ -9,9 +9,10 @@ Calibrated on 4,096 tokens of the corpus the drafters were trained on; all accep
 import argparse
 from itertools import islice
 
+from corpus import training_files
+
 import eagle31_hf
 from eagle31_hf import demo
-from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.diagnostics.acceptance import measure_acceptance
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

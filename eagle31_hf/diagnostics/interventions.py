@@ -19,11 +19,6 @@ NOISE = (0.1, 0.5, 1.0)
 STATE, EMBEDDING = 0, 1  # what layer 0 reads, by the position of the argument
 
 
-def untouched(drafter: Eagle31DrafterModel) -> list[Any]:
-    """Does nothing."""
-    return []
-
-
 def noisy(part: int, scale: float) -> Install:
     """Adds Gaussian noise to what layer 0 reads at every depth and in the prompt, STATE or EMBEDDING, `scale` times its
     root mean square."""
@@ -32,20 +27,9 @@ def noisy(part: int, scale: float) -> Install:
         generator = torch.Generator().manual_seed(0)
 
         def add(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (*args[:part], _with_noise(args[part], scale, generator), *args[part + 1 :])
+            return (*args[:part], with_noise(args[part], scale, generator), *args[part + 1 :])
 
         return [drafter.layers[0].register_forward_pre_hook(add)]
-
-    return install
-
-
-def noisy_feedback(scale: float) -> Install:
-    """Adds the same noise to nothing but the state fed back: the first drafted token never meets it."""
-
-    def install(drafter: Eagle31DrafterModel) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        hook = _fed_back(lambda state: _with_noise(state, scale, generator))
-        return [drafter.register_forward_pre_hook(hook, with_kwargs=True)]
 
     return install
 
@@ -60,16 +44,17 @@ def pinned(drafter: Eagle31DrafterModel) -> list[Any]:
     def pin(state: Tensor) -> Tensor:
         return (state * (norm["fused"] / state_norm(state)[..., None])).to(state.dtype)
 
-    hook = _fed_back(pin)
+    hook = fed_back(pin)
     return [drafter.fc.register_forward_hook(note), drafter.register_forward_pre_hook(hook, with_kwargs=True)]
 
 
-def _with_noise(x: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+def with_noise(x: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    """Returns states (..., h) with Gaussian noise, `scale` times the root mean square of each."""
     noise = torch.randn(x.shape, generator=generator).to(x.device)  # drawn on the CPU: the same on every device
     return (x + scale * state_norm(x)[..., None] * noise).to(x.dtype)
 
 
-def _fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Returns a hook that changes the states that a drafter is fed of its own, but not those of the target."""
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -77,17 +62,6 @@ def _fed_back(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         return args, kwargs if state is None else kwargs | {"hidden_states": change(state)}
 
     return hook
-
-
-def window_fields(window: int, num_layers: int) -> dict[str, Any]:
-    """Returns the fields of an Eagle31Config whose drafter attends to its last `window` keys only."""
-    return {"layer_types": ["sliding_attention"] * num_layers, "sliding_window": window}
-
-
-def rope_fields(rope: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Returns the fields of an Eagle31Config whose rope turns `factor` times as slowly: positions lie that much closer
-    together (position interpolation, arXiv 2306.15595). `rope`: its `rope_parameters`, of rope type "default"."""
-    return {"rope_parameters": {**rope, "rope_type": "linear", "factor": factor}}
 
 
 # The interventions that fit every drafter, by their names.
@@ -99,9 +73,9 @@ INTERVENTIONS: dict[str, Install] = {
 
 
 @contextmanager
-def applied(drafter: Eagle31DrafterModel, install: Install) -> Iterator[None]:
-    """Does something to the drafter for the time of the block."""
-    handles = install(drafter)
+def applied(drafter: Eagle31DrafterModel, install: Install | None) -> Iterator[None]:
+    """Does something to the drafter, or nothing, for the time of the block."""
+    handles = [] if install is None else install(drafter)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..configuration import Eagle31Config
 from ..diagnostics.acceptance import chain_knobs, counts_of, measure_acceptance
 from ..diagnostics.drift import measure_drift
-from ..diagnostics.interventions import INTERVENTIONS, Install, applied, rope_fields, untouched, window_fields
+from ..diagnostics.interventions import INTERVENTIONS, Install, applied
 from ..modeling import Eagle31DrafterModel
 from .figures import Row, accepted_drafts
 from .journal import Study, place
@@ -94,7 +94,7 @@ class DriftStudy(Study):
         """Measures the prompts that can be put in a context of that length, where there are any."""
         longer = dict(self.prompts.lengthened(length))
         if longer:
-            name, count = context_name(length, remedy), partial(self._count, drafter, untouched)
+            name, count = context_name(length, remedy), partial(self._count, drafter, None)
             rows = self._each(found.label, name, longer, count)
             found.contexts.append(Context(length, remedy, rows, [found.plain[number] for number in longer]))
 
@@ -110,7 +110,7 @@ class DriftStudy(Study):
     def _watch(self, drafter: Eagle31DrafterModel, ids: Tensor) -> Row:
         return measure_drift(self.target, drafter, self._batch(ids), self.depth, self.max_new_tokens)
 
-    def _count(self, drafter: Eagle31DrafterModel, install: Install, ids: Tensor) -> Row:
+    def _count(self, drafter: Eagle31DrafterModel, install: Install | None, ids: Tensor) -> Row:
         prompts, knobs = [self._batch(ids)], chain_knobs(self.depth)
         with applied(drafter, install):
             return counts_of(measure_acceptance(self.target, drafter, prompts, knobs, self.max_new_tokens))
@@ -126,12 +126,17 @@ def context_name(length: int, remedy: str) -> str:
 
 def remedies_of(config: Eagle31Config, length: int, lengths: Iterable[int]) -> dict[str, dict[str, Any]]:
     """Returns what may help at a context of that length, by name: fields of the drafter's config. Windows of the
-    shorter lengths, and of a quarter of it; slower rope, where it is the plain one."""
+    shorter lengths, and of a quarter of it; slower rope, by which positions lie closer together (position
+    interpolation, arXiv 2306.15595), where it is the plain one."""
+    layers = ["sliding_attention"] * config.num_hidden_layers
     windows = sorted({shorter for shorter in lengths if shorter < length} | {length // 4})
-    found = {f"window of {window}": window_fields(window, config.num_hidden_layers) for window in windows}
+    found: dict[str, dict[str, Any]] = {
+        f"window of {window}": {"layer_types": layers, "sliding_window": window} for window in windows
+    }
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     if rope.get("rope_type") == "default":
-        found[f"rope {SLOWER_ROPE:g} times as slow"] = rope_fields(rope, SLOWER_ROPE)
+        slower = {**rope, "rope_type": "linear", "factor": SLOWER_ROPE}
+        found[f"rope {SLOWER_ROPE:g} times as slow"] = {"rope_parameters": slower}
     return found
 
 

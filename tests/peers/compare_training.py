@@ -40,12 +40,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_hf import demo
-from eagle31_hf.demo.corpus import training_files
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.target import TargetReader
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples"))
+from corpus import training_files  # noqa: E402 -- so is this one
 from train import SHAPE  # noqa: E402 -- an example is no package
 
 BY_SEQUENCE = ("--batching", "sequences")
