@@ -29,7 +29,7 @@ from eagle31_hf.cli import main as eagle31
 from eagle31_hf.reports.acceptance_study import TARGET_ALONE, WARM_UP, AcceptanceStudy, Condition, Who, label_of, row_of
 from eagle31_hf.reports.document import Generation
 from eagle31_hf.reports.figures import Row
-from eagle31_hf.reports.journal import place
+from eagle31_hf.reports.journal import counted, place
 from eagle31_hf.storage.fingerprints import digest
 from eagle31_hf.training.engines import sampling_of
 
@@ -105,7 +105,7 @@ class VllmStudy(AcceptanceStudy):
         """Starts an engine for the batches, each the number of one of a condition."""
         with closing(Worker(self.python, plan)) as worker:
             self._ask(worker, *batches[0], WARM_UP)
-            for index in self.counted(range(len(batches)), " ".join(filter(None, (*who, "in vLLM")))):
+            for index in counted(range(len(batches)), " ".join(filter(None, (*who, "in vLLM")))):
                 condition, number = batches[index]
                 decode = partial(self._row, worker, who, condition, number)
                 self.journal.once(place(label_of(who), condition.name, number), decode)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_hf import demo
 from eagle31_hf.cli import main
-from eagle31_hf.cli.diagnosing import counted
 from eagle31_hf.cli.parsing import to_json
+from eagle31_hf.reports.journal import counted
 
 DRAFTER = str(demo.FOLDER / "eagle31")
 STEERED = "\x1b[2J\x07\x9b\u202e"  # as a file may be called

@@ -1,14 +1,11 @@
 """`eagle31 drift` and `eagle31 bench acceptance`: what drafters do on the user's own prompts, as reports."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
 from ..generation.planning.calibration import MAX_DEPTH
@@ -69,7 +66,7 @@ def drift(args: argparse.Namespace) -> int:
 
     def make(journal: Journal) -> Report:
         how = args.depth, args.max_new_tokens, lengths, not args.no_interventions
-        study = DriftStudy(target, prompts, journal, counted, *how)
+        study = DriftStudy(target, prompts, journal, *how)
         return drift_report([study.measure(label, load) for label, load in loads.items()], args.depth, facts)
 
     show_report(args, facts, ", ".join(loads), make)
@@ -114,7 +111,7 @@ def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
 
     def make(journal: Journal) -> Report:
         make_study = elsewhere.study if elsewhere else AcceptanceStudy
-        study = make_study(target, prompts, journal, counted, settings, drafters)
+        study = make_study(target, prompts, journal, settings, drafters)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
             report.sections.append(against(earlier, report.figures, facts, printable(args.against)))
@@ -203,11 +200,6 @@ def facts_of(
         "new tokens a prompt": args.max_new_tokens,
         **environment(target),
     }
-
-
-def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
-    """Shows a progress bar on stderr."""
-    return tqdm(numbers, desc=printable(what), file=sys.stderr, unit="prompt", mininterval=1.0)
 
 
 def add_drift(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def chat(args: argparse.Namespace) -> int:
     if is_terminal:
         with suppress(ImportError):  # input() then edits its line, and knows the ones before; not on every system
             import readline  # noqa: F401
-    TerminalChat(conversation, Screen(Console(highlight=False)), lambda: next_line(is_terminal)).run()
+    TerminalChat(conversation, Screen(Console(highlight=False)), lambda: input("\n> " if is_terminal else "")).run()
     return 0
 
 
@@ -77,16 +77,6 @@ def conversations(args: argparse.Namespace) -> Callable[[], Conversation]:
     template = dict(args.template_option)
     cached = PrefixCache(target, args.prefix_cache_tokens)
     return lambda: Conversation(target, tokenizer, drafter, knobs_of(args), options, template, args.system, cached)
-
-
-def next_line(is_terminal: bool) -> str:
-    """Returns the next line of stdin. Raises EOFError at its end."""
-    if is_terminal:
-        return input("\n> ")
-    line = sys.stdin.readline() if sys.stdin is not None else ""
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
 
 
 def serve(args: argparse.Namespace) -> int:

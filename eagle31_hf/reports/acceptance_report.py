@@ -107,7 +107,7 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
         lines.append([who, way, tokens_per_second(found).shown, gain, *(("1", "0") if is_alone else counted), same])
     chains = [way for way in settings.ways if way.top_k == 1 and not way.is_auto]
     chains.sort(key=lambda way: way.depth)
-    depths = [float(way.depth) for way in chains]
+    depths = [way.depth for way in chains]
     faster = [series_of(label, [speedup(by_who[label, way.name], alone) for way in chains]) for label in labels]
     longer = [series_of(label, [accepted_length(by_who[label, way.name]) for way in chains]) for label in labels]
     charts = [
@@ -124,7 +124,7 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
 
 def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
     series = [series_of(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
-    positions = [float(k) for k in range(1, way.depth + 1)]
+    positions = [*range(1, way.depth + 1)]
     chart = Chart("Acceptance by position", "position", "share", positions, series)
     text = f"Of the tokens drafted at a position, the share that is accepted, of {named(way.name)}."
     return Section(chart.title, text, [chart.table("by position")], [chart])
@@ -152,10 +152,11 @@ def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -
         names = ("condition", "drafter", "prompts", "accepted length", "speed-up" if is_timed else "drafts kept")
         lines = list[list[Any]]()
         for name, decoded in of_kind.items():
+            count = sum(map(len, decoded.condition.batches.values()))
             for label in labels:
                 rows = decoded.rows[label, way]
                 last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
-                lines.append([name, label, decoded.condition.num_prompts, accepted_length(rows).shown, last.shown])
+                lines.append([name, label, count, accepted_length(rows).shown, last.shown])
         tables = [Table("by condition", [*map(Column, names)], lines)] if lines else []
         yield Section(title, f"{text} Drafted as {named(way)}.", tables)
 

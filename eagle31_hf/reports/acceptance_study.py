@@ -25,7 +25,7 @@ from ..training.kinds import Chat
 from ..training.skipped import Skipped
 from .document import Generation
 from .figures import Row
-from .journal import Study, place
+from .journal import Study, counted, place
 from .perturbed import PERTURBATIONS, Change
 from .prompts import Renderer, Source
 from .rivals import Generate, rivals
@@ -40,7 +40,6 @@ TEMPERATURE = "temperature"
 CONCURRENCY = "concurrency"
 WARM_UP = 8  # tokens
 PROMPT_END = 240  # characters of a prompt that are shown
-NO_OPTIONS: Mapping[str, Any] = {}
 Batch = list[Tensor]  # ids (T,) of prompts that are decoded at once
 Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; a rival by its name; TARGET_ALONE
 TARGET_ALONE: Who = (ALONE, "")
@@ -57,10 +56,6 @@ class Condition:
     ways: Sequence[Shape]
     options: Mapping[str, Any] = field(default_factory=dict)
     is_timed: bool = False
-
-    @property
-    def num_prompts(self) -> int:
-        return sum(map(len, self.batches.values()))
 
 
 @dataclass(frozen=True)
@@ -102,15 +97,12 @@ class AcceptanceStudy(Study):
         """Measures all conditions, by their names; those that no prompt can be in are left out."""
         conditions = [condition for condition in self.conditions() if condition.batches]
         self._decode_all(conditions)
-        return {condition.name: self._decoded(condition) for condition in conditions}
-
-    def _decoded(self, condition: Condition) -> Decoded:
-        """Returns what the journal has of a condition."""
-        rows = {
-            who: [self.journal[place(label_of(who), condition.name, number)] for number in condition.batches]
-            for who in self._everybody(condition)
-        }
-        return Decoded(condition, rows)
+        found = dict[str, Decoded]()
+        for condition in conditions:
+            places = {who: partial(place, label_of(who), condition.name) for who in self._everybody(condition)}
+            rows = {who: [self.journal[at(number)] for number in condition.batches] for who, at in places.items()}
+            found[condition.name] = Decoded(condition, rows)
+        return found
 
     def generations(self) -> list[Generation]:
         """Returns the first prompt's text, token by token, by every drafter, as chains and as the first tree."""
@@ -173,14 +165,14 @@ class AcceptanceStudy(Study):
 
     def _answer(self, ids: Tensor) -> str:
         """Returns what the target says to a prompt."""
-        new = self._new_tokens(self._alone, [ids], self.settings.max_new_tokens)
+        new = self._new_tokens(self.target.generate, [ids], self.settings.max_new_tokens)
         return str(self.prompts.renderer.tokenizer.decode(new[0], skip_special_tokens=True)).strip()
 
     def _everybody(self, condition: Condition) -> dict[Who, Generate]:
         """Returns who decodes in a condition, and how."""
         found = dict[Who, Generate]()
         if condition.is_timed:
-            found[TARGET_ALONE] = self._alone
+            found[TARGET_ALONE] = self.target.generate
         if condition.kind == SERVED:
             names, depth = self.settings.rivals, self.settings.reference.depth
             for name, generate in rivals(names, self.target, self.drafters, depth).items():
@@ -191,19 +183,14 @@ class AcceptanceStudy(Study):
         return found
 
     def _drafted(self, drafter: Eagle31DrafterModel, way: Shape) -> Generate:
-        return partial(self._alone, assistant_model=drafter, **way.measured_knobs)
-
-    @property
-    def _alone(self) -> Generate:
-        generate: Any = self.target.generate  # to mypy a tensor, as whatever a module has
-        return generate
+        return partial(self.target.generate, assistant_model=drafter, **way.measured_knobs)
 
     def _decode_all(self, conditions: Sequence[Condition]) -> None:
         """Decodes the prompts of every condition, each by all in turn, and keeps in the journal what is not there."""
         for condition in conditions:
             everybody = self._everybody(condition)
             is_warm = False
-            for number in self.counted([*condition.batches], condition.name):
+            for number in counted([*condition.batches], condition.name):
                 for who, generate in everybody.items():
                     name = place(label_of(who), condition.name, number)
                     if name not in self.journal and not is_warm:
@@ -215,22 +202,21 @@ class AcceptanceStudy(Study):
         """Decodes a few tokens in every way: the first call takes longer than the others."""
         first = next(iter(condition.batches.values()))
         for generate in everybody:
-            self._new_tokens(generate, first, min(WARM_UP, self.settings.max_new_tokens), condition.options)
+            self._new_tokens(generate, first, min(WARM_UP, self.settings.max_new_tokens), **condition.options)
 
     def _decode(self, condition: Condition, number: int, who: Who, generate: Generate) -> Row:
         torch.manual_seed(number)  # of sampling
         with track_acceptance() as stats:
             synchronize(self.target.device)
             began = time.perf_counter()
-            new = self._new_tokens(generate, condition.batches[number], self.settings.max_new_tokens, condition.options)
+            batch, count = condition.batches[number], self.settings.max_new_tokens
+            new = self._new_tokens(generate, batch, count, **condition.options)
             synchronize(self.target.device)
             seconds = time.perf_counter() - began
         ids = [_through_end(row, self._ends()) for row in new.tolist()]
         return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
 
-    def _new_tokens(
-        self, generate: Generate, batch: Batch, max_new_tokens: int, options: Mapping[str, Any] = NO_OPTIONS
-    ) -> Tensor:
+    def _new_tokens(self, generate: Generate, batch: Batch, max_new_tokens: int, **options: Any) -> Tensor:
         """Returns the new tokens (B, N) that a function makes of the ids of a batch, padded in front."""
         pad = self.target.generation_config.pad_token_id
         pad = min(self._ends(), default=0) if pad is None else pad

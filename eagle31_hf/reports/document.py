@@ -55,20 +55,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over x, or, `is_stacked`, parts of a whole on top of each other."""
+    """Lines over x, whole numbers, or, `is_stacked`, parts of a whole on top of each other."""
 
     title: str
     x_label: str
     y_label: str
-    x: list[float]
+    x: list[int]
     series: list[Series]
     is_stacked: bool = False
     note: str = ""
 
     def table(self, title: str) -> Table:
-        """Returns the lines as a table, a row for each x, which are whole numbers."""
+        """Returns the lines as a table, a row for each x."""
         columns = [Column(self.x_label), *(Column(one.label, ".2f") for one in self.series)]
-        return Table(title, columns, [[int(x), *(one.y[i] for one in self.series)] for i, x in enumerate(self.x)])
+        return Table(title, columns, [[x, *(one.y[i] for one in self.series)] for i, x in enumerate(self.x)])
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,6 @@ def _figures(measured: Measured, drift: Drift, depth: int) -> dict[str, Any]:
     }
 
 
-def _depths(count: int) -> list[float]:
-    return [float(k) for k in range(1, count + 1)]
-
-
 def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
     names = ("drafter", "accepted length", "accepted drafts", "rounds", "tokens")
     rows = [
@@ -77,7 +73,7 @@ def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
         for one in drafters
     ]
     series = [series_of(one.label, acceptance_by_depth(one.plain, depth)) for one in drafters]
-    chart = Chart("Acceptance by depth", "depth", "share of drafted tokens", _depths(depth), series)
+    chart = Chart("Acceptance by depth", "depth", "share of drafted tokens", [*range(1, depth + 1)], series)
     return Section(
         "Acceptance",
         (
@@ -114,7 +110,7 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
     charts = list[Chart]()
     for name, (title, unit) in named.items():
         series = [series_of(one.label, mean_by_depth(one.plain, name)) for one in drafters]
-        charts.append(Chart(title, "depth", unit, _depths(len(series[0].y)), series))
+        charts.append(Chart(title, "depth", unit, [*range(1, len(series[0].y) + 1)], series))
     return Section(
         "States",
         (
@@ -140,7 +136,7 @@ def _attention(drifts: Mapping[str, Drift]) -> Section:
         rows = [[k, *masses] for k, masses in enumerate(drift.masses, 1)]
         columns = [Column("depth"), *(Column(kind, ".3f") for kind in KINDS)]
         tables.append(Table(f"{label}: attention by depth", columns, rows, note))
-        depths = _depths(len(rows))
+        depths = [*range(1, len(rows) + 1)]
         charts.append(
             Chart(f"{label}: attention by depth", "depth", "share", depths, series, is_stacked=True, note=note)
         )

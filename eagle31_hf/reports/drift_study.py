@@ -14,7 +14,7 @@ from ..diagnostics.drift import measure_drift
 from ..diagnostics.interventions import INTERVENTIONS, Install, applied
 from ..modeling import Eagle31DrafterModel
 from .figures import Row, accepted_drafts
-from .journal import Study, place
+from .journal import Study, counted, place
 
 PLAIN = "as it is"
 FALLEN = 0.9  # share of the drafts accepted in short contexts, below which remedies are tried in long ones
@@ -104,7 +104,7 @@ class DriftStudy(Study):
         """Measures prompts by their numbers, those that the journal does not know."""
         return [
             self.journal.once(place(label, condition, number), partial(measure, prompts[number]))
-            for number in self.counted([*prompts], f"{label}, {condition}")
+            for number in counted([*prompts], f"{label}, {condition}")
         ]
 
     def _watch(self, drafter: Eagle31DrafterModel, ids: Tensor) -> Row:

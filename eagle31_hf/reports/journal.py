@@ -1,19 +1,20 @@
 """What has been measured, kept as it comes, so that a run that was stopped goes on where it was."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from tqdm import tqdm
 
 from ..checkpoints.sharing import try_lock
+from ..printable import printable
 from .prompts import Prompts
 
 FILE = "measured.jsonl"
-Counted = Callable[[Iterable[int], str], Iterable[int]]  # shows how far a loop is
 
 
 class Journal(dict[str, Any]):
@@ -36,13 +37,17 @@ class Journal(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: prompts are decoded one after the other, and figures kept as they come. `counted` shows the
-    progress over prompts."""
+    """What is measured: prompts are decoded one after the other, and figures kept as they come. `target` is a
+    PreTrainedModel."""
 
-    target: PreTrainedModel
+    target: Any
     prompts: Prompts
     journal: Journal
-    counted: Counted
+
+
+def counted(numbers: Iterable[int], what: str) -> Iterable[int]:
+    """Shows a progress bar on stderr while the numbers are gone through."""
+    return tqdm(numbers, desc=printable(what), file=sys.stderr, unit="prompt", mininterval=1.0)
 
 
 def place(who: str, condition: str, number: int) -> str:

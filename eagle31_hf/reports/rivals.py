@@ -2,7 +2,6 @@
 greedily and one prompt at a time."""
 
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,26 +34,19 @@ def rivals(
 
 def in_their_loop(target: Any, drafter: Eagle31DrafterModel, depth: int, ids: Tensor, **options: Any) -> Tensor:
     """Generates in the loop which transformers has for assistants, with chains that a drafter drafts through an
-    `Eagle31CandidateGenerator`."""
+    `Eagle31CandidateGenerator`. Raises RuntimeError where the loop did not ask for it, as in a release that finds its
+    assistant by another name."""
     made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
-    with drafting_by(target, made):  # asked for prompt lookup, generate() enters the loop
-        return target.generate(ids, prompt_lookup_num_tokens=depth, **options)
+    asked = list[dict[str, Any]]()
 
+    def ours(**arguments: Any) -> Eagle31CandidateGenerator:
+        asked.append(arguments)
+        return made
 
-@contextmanager
-def drafting_by(target: Any, generator: Any):
-    """A context in which transformers' loop drafts by an `Eagle31CandidateGenerator`, whatever assistant it has. Raises
-    RuntimeError where the loop did not ask for it, as in a release that finds its assistant by another name."""
-    asked = list[bool]()
-
-    def found(**arguments: Any) -> Any:
-        asked.append(True)
-        return generator
-
-    target._get_candidate_generator = found
+    target._get_candidate_generator = ours
     try:
-        with generator:
-            yield
+        with made:  # asked for prompt lookup, generate() enters the loop
+            found: Tensor = target.generate(ids, prompt_lookup_num_tokens=depth, **options)
     finally:
         del target._get_candidate_generator
     if not asked:
@@ -62,3 +54,4 @@ def drafting_by(target: Any, generator: Any):
             "transformers' loop did not draft with the drafter: this release finds its assistant in another way;"
             " expected transformers 5.17 to 5.24, or no assisted-loop among the rivals."
         )
+    return found

@@ -26,7 +26,7 @@ def tiny_prompts(folder, count=4):
 def study_of(folder, journal, settings=SETTINGS):
     """Measures an EAGLE 3.1 and an EAGLE 3 drafter with random weights."""
     target = build_target("qwen3")
-    study = DriftStudy(target, tiny_prompts(folder), journal, lambda numbers, what: numbers, **settings)
+    study = DriftStudy(target, tiny_prompts(folder), journal, **settings)
     kinds = ({}, {"norm_output": False, "fc_norm": False})
     loads = [partial(build_drafter, target, **kind) for kind in kinds]
     return [study.measure(label, load) for label, load in zip(NAMES, loads, strict=True)]

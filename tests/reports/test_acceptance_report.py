@@ -46,7 +46,7 @@ FACTS = {"prompts": "4 of these", "target": "tiny"}
 def study_of(folder, journal, settings=SETTINGS):
     target = build_target("qwen3")
     drafters = {label: build_drafter(target, kind) for label, kind in zip(LABELS, ("eagle31", "eagle3"), strict=True)}
-    return AcceptanceStudy(target, tiny_prompts(folder), journal, lambda numbers, what: numbers, settings, drafters)
+    return AcceptanceStudy(target, tiny_prompts(folder), journal, settings, drafters)
 
 
 def folder_of(study):
@@ -182,9 +182,7 @@ def test_chains_are_the_drafters_whatever_it_was_saved_with(tmp_path):
     for saved in ({}, {"prompt_lookup_num_tokens": 6}, {"assistant_confidence_threshold": 0.9}):
         drafter = demo.load_drafter("eagle31")
         drafter.generation_config.update(**saved)
-        study = AcceptanceStudy(
-            target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {"ours": drafter}
-        )
+        study = AcceptanceStudy(target, prompts, Journal(None, {}), settings, {"ours": drafter})
         found += [study.measure()[SERVED].rows["ours", "2"][0]["drafted"]]
         found += [measure_drift(target, drafter, prompts.ids[0][None], 2, 16)["drafted"]]
     assert found == [found[0]] * 6
@@ -393,7 +391,7 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path, monkeypatch):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = Prompts(str(path), Renderer(tokenizer, 20, len(tokenizer), {}), 3, 120, 8)
     settings = Settings((Shape(2),), Shape(2), 8, has_perturbations=False)
-    study = AcceptanceStudy(target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {})
+    study = AcceptanceStudy(target, prompts, Journal(None, {}), settings, {})
     [[number, [ids]]] = next(one for one in study.conditions() if one.kind == TURN).batches.items()
     first = target.generate(prompts.ids[0][None], max_new_tokens=8, do_sample=False)[0, len(prompts.ids[0]) :]
     answer = tokenizer.decode(first, skip_special_tokens=True).strip()
@@ -407,9 +405,7 @@ def test_rivals_give_the_targets_text_and_a_line_each(monkeypatch):
     drafter = demo.load_drafter("eagle31")
     prompts = Prompts("python", Renderer(tokenizer, 40, len(tokenizer), {}), 2, 500, 12)
     settings = Settings((Shape(3),), Shape(3), 12, has_perturbations=False, rivals=RIVALS)
-    study = AcceptanceStudy(
-        target, prompts, Journal(None, {}), lambda numbers, what: numbers, settings, {"ours": drafter}
-    )
+    study = AcceptanceStudy(target, prompts, Journal(None, {}), settings, {"ours": drafter})
     calls, get_candidates = [], Eagle31CandidateGenerator.get_candidates
 
     def counted(self, *args, **kwargs):
