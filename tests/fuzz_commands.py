@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.checkpoints import export_checkpoint
 from eagle31_hf.cli import COMMANDS, main, parser
-from eagle31_hf.cli.pairs import KNOBS
+from eagle31_hf.cli.loading import KNOBS
 from eagle31_hf.cli.parsing import count, path, positive
 
 # What makes a command line short to run; appended where it is of the command, so that it wins over what was drawn.

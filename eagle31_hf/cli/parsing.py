@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,25 +95,24 @@ share = number(0, 1)
 top_p = number(0, 1, above=True)
 
 
+def or_word(read: Callable[[str], Any], word: str, value: Any) -> Callable[[str], Any]:
+    """Returns a reader of what `read` reads, or of a word, which stands for `value`."""
+
+    def read_either(text: str) -> Any:
+        try:
+            return value if text.lower() == word else read(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {word}") from None
+
+    return read_either
+
+
 def knob(name: str) -> Callable[[str], int | str]:
     """Returns a reader of a drafting knob that counts tokens: an integer of its range, or the word auto."""
-    number_of = integer(LEAST[name], MAX_TOKENS)
-
-    def read(text: str) -> int | str:
-        try:
-            return text if text == "auto" else number_of(text)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, or auto") from None
-
-    return read
+    return or_word(integer(LEAST[name], MAX_TOKENS), "auto", "auto")
 
 
-def rate_or_none(text: str) -> float | None:
-    """Reads a rate above 0, or the word none."""
-    try:
-        return None if text.lower() == "none" else number(0, above=True)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or none") from None
+rate_or_none = or_word(number(0, above=True), "none", None)
 
 
 def path(text: str) -> str:
@@ -147,15 +147,14 @@ def device(text: str) -> str:
     or else its CPU."""
     if text == AUTO:
         return next((name.partition(":")[0] for name in _accelerators()), "cpu")
-    try:
+    with suppress(RuntimeError):  # no device at all
         wanted = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a device: {_devices()}") from None
-    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in _accelerators():
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, which this PyTorch ({torch.__version__}) does not find here; expected {_devices()}"
-        )
-    return text
+        if wanted.type == "cpu" or f"{wanted.type}:{wanted.index or 0}" in _accelerators():
+            return text
+    devices = " or ".join(["cpu", *_accelerators()])
+    raise argparse.ArgumentTypeError(
+        f"got {text[:40]!r}, expected a device: {devices}, which PyTorch {torch.__version__} finds here"
+    )
 
 
 def device_map(text: str) -> str:
@@ -166,10 +165,6 @@ def device_map(text: str) -> str:
 def _accelerators() -> list[str]:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
-
-
-def _devices() -> str:
-    return " or ".join(["cpu", *_accelerators()])
 
 
 def add_option(

@@ -10,8 +10,7 @@ from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.servers import EngineOptions
 from ..training.store import MANIFEST, check_store_folder
-from .loading import load_outline, load_tokenizer
-from .pairs import sampling_options
+from .loading import load_outline, load_tokenizer, sampling_options
 from .parsing import (
     DTYPES,
     add_assignments,

@@ -13,8 +13,7 @@ from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
 from ..targets.context import context_of, room_for
 from ..training.skipped import refused_by
-from .loading import load_causal_lm, load_tokenizer
-from .pairs import add_pair, knobs_of, load_drafter, sampling_options
+from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, sampling_options
 from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)

@@ -18,8 +18,7 @@ from ..cache.prefix_cache import PrefixCache
 from ..chat.conversation import Conversation
 from ..targets.pieces import piece_of
 from ..web.address import check_address, is_of_this_machine
-from .loading import load_causal_lm, load_tokenizer, refuse_drafter
-from .pairs import add_pair, knobs_of, load_drafter, sampling_options
+from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, refuse_drafter, sampling_options
 from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words
 from .preparation import add_template_option
 

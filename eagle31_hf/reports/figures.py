@@ -48,58 +48,56 @@ def series_of(label: str, figures: Sequence[Figure]) -> Series:
 
 def accepted_length(rows: Sequence[Row]) -> Figure:
     """Returns the tokens a target forward gives, the bonus token included, the prompt's forward excluded."""
-    return _figure(_columns(rows, "tokens", "rounds"))
+    return _figure(_counts(rows, "tokens", "rounds"))
 
 
 def accepted_drafts(rows: Sequence[Row]) -> Figure:
     """Returns the drafted tokens that are accepted a round, the bonus token excluded."""
-    return _figure(_drafts(rows))
+    return _figure(_counts(rows, "accepted", "rounds"))
 
 
 def acceptance_by_depth(rows: Sequence[Row], depth: int) -> list[Figure]:
     """Returns by depth (K,) the share of drafted tokens that are accepted."""
-    accepted, drafted = (_column(rows, name, depth) for name in ("accepted", "drafted"))
+    accepted, drafted = (_by_depth(rows, name, depth) for name in ("accepted", "drafted"))
     return [_figure((accepted[:, k], drafted[:, k])) for k in range(depth)]
 
 
 def kept(rows: Sequence[Row], before: Sequence[Row], is_same: bool = True) -> Figure:
     """Returns the accepted drafts a round as a multiple of those of `before`, which are of the same prompts, or of
     others, `is_same` False."""
-    return _figure(_drafts(rows), _drafts(before), is_same)
+    return _figure(_counts(rows, "accepted", "rounds"), _counts(before, "accepted", "rounds"), is_same)
 
 
 def tokens_per_second(rows: Sequence[Row]) -> Figure:
     """Returns the tokens of a second of generate(), the prompt's forward included."""
-    return _figure(_columns(rows, "new_tokens", "seconds"))
+    return _figure(_counts(rows, "new_tokens", "seconds"))
 
 
 def speedup(rows: Sequence[Row], alone: Sequence[Row]) -> Figure:
     """Returns the tokens a second as a multiple of those of the target alone on the same prompts."""
-    return _figure(_columns(rows, "new_tokens", "seconds"), _columns(alone, "new_tokens", "seconds"))
+    return _figure(_counts(rows, "new_tokens", "seconds"), _counts(alone, "new_tokens", "seconds"))
 
 
 def mean_by_depth(rows: Sequence[Row], name: str) -> list[Figure]:
     """Returns by depth the mean over chains of a figure that `measure_drift` returned."""
     rows = [row for row in rows if row["chains"]]
-    counts, values = _column(rows, "chains"), _column(rows, name)
+    counts, values = _total(rows, "chains"), _by_depth(rows, name)
     return [_figure((values[:, k] * counts, counts)) for k in range(values.shape[1])]
 
 
-def _column(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
-    """Returns counts of every prompt, (P,) or by depth (P, K) where they are so; depths nobody reached count 0."""
-    values = [row[name] for row in rows]
-    if not isinstance(values[0], list):
-        return torch.tensor(values, dtype=torch.double)
-    width = max(depth, *map(len, values))
-    return torch.tensor([value + [0] * (width - len(value)) for value in values], dtype=torch.double)
+def _by_depth(rows: Sequence[Row], name: str, depth: int = 0) -> Tensor:
+    """Returns figures of every prompt by depth (P, K); depths nobody reached count 0."""
+    width = max(depth, *(len(row[name]) for row in rows))
+    return torch.tensor([row[name] + [0] * (width - len(row[name])) for row in rows], dtype=torch.double)
 
 
-def _columns(rows: Sequence[Row], numerators: str, denominators: str) -> Counts:
-    return _column(rows, numerators), _column(rows, denominators)
+def _total(rows: Sequence[Row], name: str) -> Tensor:
+    """Returns counts of every prompt (P,), of all depths together."""
+    return torch.tensor([sum(row[name]) if isinstance(row[name], list) else row[name] for row in rows]).double()
 
 
-def _drafts(rows: Sequence[Row]) -> Counts:
-    return _column(rows, "accepted").sum(-1), _column(rows, "rounds")
+def _counts(rows: Sequence[Row], numerators: str, denominators: str) -> Counts:
+    return _total(rows, numerators), _total(rows, denominators)
 
 
 def drawn_ratios(numerators: Tensor, denominators: Tensor, seed: int = 0) -> Tensor:
@@ -121,10 +119,10 @@ def _figure(now: Counts, then: Counts | None = None, is_same: bool = True) -> Fi
     """Makes the figure of a ratio of sums, or of it as a multiple of the ratio `then`: of the same prompts, drawn
     together, or of others, drawn apart. It has no interval where that would have no end, nor of a single prompt, which
     says nothing about others."""
-    value, draws = _ratio(*now), drawn_ratios(*now)
+    value, draws = now[0].sum() / now[1].sum(), drawn_ratios(*now)
     num_prompts = len(now[0])
     if then is not None:
-        value = value / _ratio(*then)
+        value = value / (then[0].sum() / then[1].sum())
         draws = draws / drawn_ratios(*then, seed=0 if is_same else 1)
         num_prompts = min(num_prompts, len(then[0]))
     if not value.isfinite():
@@ -132,8 +130,3 @@ def _figure(now: Counts, then: Counts | None = None, is_same: bool = True) -> Fi
     low, high = interval_of(draws)
     has_interval = num_prompts > 1 and math.isfinite(low) and math.isfinite(high)
     return Figure(float(value), *(low, high) if has_interval else (None, None))
-
-
-def _ratio(numerators: Tensor, denominators: Tensor) -> Tensor:
-    """Returns sum / sum (); of nothing to divide by it is not finite."""
-    return numerators.sum() / denominators.sum()

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,11 @@ def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[
     check_folder(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a+b") as file:
-        if not _is_ours(file):
-            raise ValueError(f"{folder}: another process is measuring into it; wait for it, or name another folder.")
+        with suppress(OSError):  # a system or file system without locks
+            if not try_lock(file.fileno()):
+                raise ValueError(
+                    f"{folder}: another process is measuring into it; wait for it, or name another folder."
+                )
         lines = _whole_lines(file)
         if lines:
             _check_same(folder, lines[0], facts)
@@ -87,13 +90,6 @@ def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[
             file.write(json.dumps(facts).encode() + b"\n")
             file.flush()
         yield Journal(file, {name: found for line in lines[1:] for name, found in line.items()})
-
-
-def _is_ours(file: Any) -> bool:
-    try:
-        return try_lock(file.fileno())
-    except OSError:  # a system or file system without locks
-        return True
 
 
 def _whole_lines(file: Any) -> list[Any]:
