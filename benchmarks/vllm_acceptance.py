@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def study(*about: Any) -> VllmStudy:
         return VllmStudy(*about, own.target, own.python)
 
-    with patch.object(diagnosing, "bench", partial(diagnosing.bench, elsewhere=diagnosing.Elsewhere("vllm", study))):
+    with patch.object(diagnosing, "bench", partial(diagnosing.bench, make_study=study, engine="vllm")):
         return eagle31(["bench", "acceptance", "--target", own.target, *rest])
 
 

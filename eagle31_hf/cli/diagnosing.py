@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,11 @@ def drift(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """An engine that decodes chains in place of generate(): its `name`, and what makes a study as `AcceptanceStudy`."""
-
-    name: str
-    study: Callable[..., AcceptanceStudy]
-
-
-def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
-    """Measures acceptance and speed and shows them; with --output also writes the report."""
+def bench(
+    args: argparse.Namespace, make_study: Callable[..., AcceptanceStudy] = AcceptanceStudy, engine: str | None = None
+) -> int:
+    """Measures acceptance and speed and shows them; with --output also writes the report. `engine`: what decodes chains
+    in place of generate(), in a study of another kind."""
     for option, deepest in (("--depth", args.depth), ("--depths", max(args.depths))):
         if deepest > MAX_DEPTH:
             raise ValueError(f"{option}: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
@@ -95,7 +90,7 @@ def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
     settings = Settings(
-        ways=(*chains, *([] if elsewhere else [*trees, AUTO_SHAPE])),
+        ways=(*chains, *([] if engine else [*trees, AUTO_SHAPE])),
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
         lengths=tuple(dict.fromkeys(args.lengths)),
@@ -107,10 +102,9 @@ def bench(args: argparse.Namespace, elsewhere: Elsewhere | None = None) -> int:
     facts = facts_of(args, target, prompts, drafters)
     facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
     facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
-    facts |= {"perturbations": settings.has_perturbations, "decoded by": elsewhere.name if elsewhere else "generate()"}
+    facts |= {"perturbations": settings.has_perturbations, "decoded by": engine or "generate()"}
 
     def make(journal: Journal) -> Report:
-        make_study = elsewhere.study if elsewhere else AcceptanceStudy
         study = make_study(target, prompts, journal, settings, drafters)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:

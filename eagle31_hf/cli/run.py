@@ -11,6 +11,8 @@ from .. import demo as pair
 from ..acceptance import by_position, track_acceptance
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
 from ..printable import printable
+from ..reports.document import Column, Table
+from ..reports.text import aligned
 from ..targets.context import context_of, room_for
 from ..training.skipped import refused_by
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, sampling_options
@@ -118,33 +120,25 @@ def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) ->
 
 
 def _table(result: dict[str, Any], with_profile: bool) -> str:
-    env = result["environment"]
-    lines = [
-        "",
-        (
-            f"target alone: {result['target']['tokens_per_second']:.1f} tokens/s ({env['prompts']} prompts x"
-            f" {env['max_new_tokens']} tokens, greedy, {env['dtype']}, {env['device']}, {env['threads']} threads)"
-        ),
-        (
-            "drafter  depth        tokens/s  speedup  accepted length  accepted by position (share of drafted)    "
-            " overhead  same text"
-        ),
-    ]
-    for run in result["runs"]:
+    env, runs = result["environment"], result["runs"]
+    names = ("drafter", "depth", "tokens/s", "speedup", "accepted length", "accepted by position (share of drafted)")
+    formats = ("", "", ".1f", "", ".2f", "", ".1%", "")
+    columns = [Column(*column) for column in zip((*names, "overhead", "same text"), formats, strict=True)]
+    rows = list[list[Any]]()
+    for run in runs:
         pairs = zip(run["accepted_per_position"], run["drafted_per_position"], strict=True)
         rates = by_position([accepted / drafted for accepted, drafted in pairs])
-        lines.append(
-            f"{run['drafter']:<8} {run['name']:<11}  {run['tokens_per_second']:>8.1f}  {run['speedup']:>6.2f}x "
-            f" {run['mean_accepted_length']:>15.2f}  {rates:<42} {run['overhead']:>7.1%} "
-            f" {'yes' if run['identical'] else 'NO'}"
-        )
+        speed = [run["tokens_per_second"], f"{run['speedup']:.2f}x", run["mean_accepted_length"]]
+        rows.append([run["drafter"], run["name"], *speed, rates, run["overhead"], "yes" if run["identical"] else "NO"])
+    alone = (
+        f"target alone: {result['target']['tokens_per_second']:.1f} tokens/s ({env['prompts']} prompts x"
+        f" {env['max_new_tokens']} tokens, greedy, {env['dtype']}, {env['device']}, {env['threads']} threads)"
+    )
+    lines = ["", alone, *aligned(Table("", columns, rows))]
     if with_profile:
-        lines += ["", "milliseconds of one generate() call"]
-        parts = list(result["runs"][0]["profile"])
-        lines += [f"{'':<28}" + "".join(f"{run['drafter'] + ' ' + run['name']:>20}" for run in result["runs"])]
-        lines += [
-            f"{part:<28}" + "".join(f"{1000 * run['profile'][part]:>20.1f}" for run in result["runs"]) for part in parts
-        ]
+        ways = [Column(f"{run['drafter']} {run['name']}", ".1f") for run in runs]
+        parts = [[part, *(1000 * run["profile"][part] for run in runs)] for part in runs[0]["profile"]]
+        lines += ["", *aligned(Table("", [Column("milliseconds of one generate() call"), *ways], parts))]
     return "\n".join(lines)
 
 

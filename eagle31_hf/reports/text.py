@@ -17,12 +17,13 @@ def terminal(report: Report) -> str:
     lines = [report.title, "", *(f"- {said(finding)}" for finding in report.findings)]
     for section in report.sections:
         for table in section.tables:
-            lines += ["", f"{section.title}: {table.title}", *_aligned(table)]
+            lines += ["", f"{section.title}: {table.title}", *aligned(table)]
             lines += [table.note] if table.note else []
     return "\n".join(lines)
 
 
-def _aligned(table: Table) -> list[str]:
+def aligned(table: Table) -> list[str]:
+    """Returns the lines of a table whose columns stand below each other."""
     rows = [[column.name for column in table.columns], *table.cells()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = list[str]()
