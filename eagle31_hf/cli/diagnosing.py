@@ -210,7 +210,12 @@ def add_drift(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-interventions", action="store_true", help="leave out noise and pinned states")
 
 
-def add_acceptance(parser: argparse.ArgumentParser) -> None:
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Adds `acceptance`, all that is measured by a command, and its options; what the library costs is in
+    `benchmarks/`."""
+    what = "report on drafters beside the target alone, on your prompts: acceptance, speed, perturbations, contexts"
+    parser.add_argument("what", choices=("acceptance",), help=what)
+    add_json(parser)
     add_models_and_prompts(parser)
     parser.add_argument(
         "--depths", type=positive, nargs="+", default=[1, 2, 3, 5, 7, 10], help="of chains (default: 1 2 3 5 7 10)"
@@ -252,14 +257,3 @@ def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--output", "where the report is written", metavar="FOLDER")
     parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")
     add_reading(parser)
-
-
-def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Adds `acceptance`, all that is measured by a command; what the library costs is in `benchmarks/`."""
-    add_json(parser)
-    line = "report on drafters beside the target alone, on your prompts: acceptance, speed, perturbations, contexts"
-    example = "acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report"
-    commands = parser.add_subparsers(required=True, metavar="what")
-    one = commands.add_parser("acceptance", help=line, description=line, epilog=f"example: eagle31 bench {example}")
-    add_acceptance(one)
-    add_json(one, default=argparse.SUPPRESS)  # it may stand before the name, too

@@ -185,9 +185,9 @@ def add_device(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
     parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
 
 
-def add_json(parser: argparse.ArgumentParser, default: Any = False) -> None:
+def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds --json."""
-    parser.add_argument("--json", action="store_true", default=default, help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
