@@ -67,19 +67,6 @@ def test_from_texts_to_a_drafter_that_generates(capsys, folder):
     assert "Accepted length" in (folder / "drafter" / "README.md").read_text()
 
 
-def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
-    prepared(capsys, folder, output="tokens")
-    prepared(capsys, folder, "--states", "--states-dtype", "float32", output="states")
-    for name in ("tokens", "states"):
-        status, _, err = trained(capsys, folder, "--steps", "2", data=name, output=f"from-{name}")
-        assert status == 0, err
-    online, offline = (
-        Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states")
-    )
-    for name, weight in online.items():
-        assert torch.allclose(weight, offline[name], atol=1e-5), name
-
-
 @pytest.mark.parametrize(
     ("given", "matrix_rate", "rate"),
     [
