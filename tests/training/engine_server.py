@@ -20,7 +20,6 @@ from eagle31_hf.training.engine_server import Request
 from eagle31_hf.training.servers import EngineOptions, Servers
 
 INTERRUPTED = 3  # exit status of `ask_until_interrupted`
-HANG = 4.0  # seconds: longer than tests wait for an answer
 Trouble = Callable[[int], str | int | None]  # the number of a request for an answer -> what goes wrong with it
 
 
@@ -101,7 +100,7 @@ class EngineServer:
             time.sleep(self.waits)
             wrong = self.trouble(number)
             if wrong == "hang":
-                time.sleep(HANG)
+                handler.connection.recv(1)  # until the client has gone
             if wrong in ("close", "hang"):
                 handler.close_connection = True
                 return

@@ -171,12 +171,23 @@ def test_a_server_that_is_killed_and_comes_back_costs_nothing(outline, target, s
     server = serve()
     source = states_of(outline, server)
     source.servers.options = replace(source.servers.options, tries=30, pause=0.02, longest_pause=0.1)
-    server.trouble = lambda number: "close" if number % 3 == 0 else None
-    stopped = threading.Timer(0.05, lambda: (server.stop(), server.start()))
-    stopped.start()
+    is_back, begun = threading.Event(), len(server.asked)
+
+    def restart():
+        server.stop()
+        server.start()
+        is_back.set()
+
+    def trouble(number):
+        if number == begun + 4:
+            threading.Thread(target=restart).start()
+            assert is_back.wait(60)
+        return "close" if number % 3 == 0 or number == begun + 4 else None
+
+    server.trouble = trouble
     texts = some_texts(20)
     close(source.of_texts(texts), TargetReader(target, LAYERS).of_texts(texts))
-    stopped.join()
+    assert is_back.is_set()
 
 
 def test_states_that_were_never_written_are_asked_for_again(outline, target, serve):

@@ -109,11 +109,13 @@ def test_a_checkpoint_is_whole_once_all_processes_have_written_their_part(tmp_pa
         processes = launched(tmp_path, begin, tmp_path, "muon")
         try:
             assert is_begun(), "the second process never wrote its part"
-            time.sleep(0.5)  # the first has time to go on
+            until = time.monotonic() + LONGEST
+            while not (tmp_path / "checkpoint-1" / "optimizer.pt").exists():
+                assert time.monotonic() < until, "the first process never wrote its part"
+                time.sleep(0.01)
         finally:
             for process in processes:
                 kill(process)
-    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
     assert last_checkpoint(tmp_path) is None
 
 
