@@ -73,13 +73,29 @@ def test_errors_are_told_and_nothing_is_kept(page):
     assert list(page.ask(visitor, "  ", AUTO, 3, 24))[-1][3] == "Say something first."
 
 
+def hold_answers(chat):
+    """Has the next answers go on from their first round only when they are stopped."""
+    own = chat.ask
+
+    def ask(words, show, stop):
+        def show_and_wait(*shown):
+            show(*shown)
+            assert stop.wait(60)
+
+        return own(words, show_and_wait, stop)
+
+    chat.ask = ask
+
+
 def test_a_visitor_who_goes_away_stops_the_answer(page):
     """Then the next visitor's answer is whole: nothing of the stop is left."""
     visitor, another = {}, {}
     chat, other = page.conversation_of(visitor), page.conversation_of(another)
+    hold_answers(chat)
     rounds = page.ask(visitor, WORDS, CHAIN, 2, 24)
     next(rounds)
     rounds.close()
+    del chat.ask
     list(page.ask(another, WORDS, CHAIN, 2, 24))
     assert chat.answers[0].was_stopped
     assert len(chat.answers[0].ids) < len(other.answers[0].ids)
@@ -244,7 +260,9 @@ def test_what_a_target_says_is_shown_as_text(page):
 
 def test_a_page_that_is_closed_stops_its_answers(page):
     """Of those that are made, and those that wait."""
-    rounds, waiting = page.ask({}, WORDS, CHAIN, 2, 24), page.ask({}, WORDS, CHAIN, 2, 24)
+    visitor = {}
+    hold_answers(page.conversation_of(visitor))
+    rounds, waiting = page.ask(visitor, WORDS, CHAIN, 2, 24), page.ask({}, WORDS, CHAIN, 2, 24)
     next(rounds)
     ended = []
 
