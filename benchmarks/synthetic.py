@@ -111,8 +111,8 @@ def synthetic_decoding(
 ) -> Callable[..., Any]:
     """A decoding method for `target.generate(custom_generate=...)` with synthetic acceptance.
 
-    Only for targets built by `bench.engine`: RuntimeError for any other. ValueError unless the chances `survival` fall
-    from at most 1.
+    Only for targets built by `benchmarks/engine.py`: RuntimeError for any other. ValueError unless the chances
+    `survival` fall from at most 1.
     """
     if not all(1 >= before >= after >= 0 for before, after in zip([1.0, *survival], survival, strict=False)):
         raise ValueError(
@@ -122,8 +122,7 @@ def synthetic_decoding(
     def decode(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if not getattr(model, MARK, False):
             raise RuntimeError(
-                "synthetic acceptance makes up the text; it is for benchmarks, on models built by"
-                " eagle31_hf.bench.engine."
+                "synthetic acceptance makes up the text; it is for benchmarks, on models built by benchmarks/engine.py."
             )
         draws = _evenly_spread(seed)
         on_device = _draws_of(drafter, model.device)

@@ -3,12 +3,13 @@ accepted.
 
     python vllm_worker.py < requests
 
-Imports nothing of this library. The first line of stdin is how the engine is started, as JSON: `target` and `drafter`
-(folders or Hub repositories; no drafter: null), `depth` of chains, `dtype`, `max_model_len`, `max_num_seqs`. It is
-answered by a line on stdout with `versions`. Each further line is a request: `prompts`, a list of lists of token ids,
-which are decoded at once, `max_new_tokens`, `sampling` (a temperature, 0: greedy, and more), `seed`, `ends`, the ids
-that end a text. It is answered by a line with `seconds`, and by prompt `tokens`, the new ids, and `drafted` and
-`accepted`, counts of every round. An error is a line with `error`. What libraries print goes to stderr.
+Imports nothing of this library. The first line of stdin is how the engine is started, as JSON: `target` (a folder or a
+Hub repository), `speculation` (vLLM's `speculative_config`; null: no drafter), `dtype`, `max_model_len`,
+`max_num_seqs`. It is answered by a line on stdout with `versions`. Each further line is a request: `prompts`, a list of
+lists of token ids, which are decoded at once, `max_new_tokens`, `sampling` (a temperature, 0: greedy, and more),
+`seed`, `ends`, the ids that end a text. It is answered by a line with `seconds`, and by prompt `tokens`, the new ids,
+and `drafted` and `accepted`, counts of every round. An error is a line with `error`. What libraries print goes to
+stderr.
 """
 
 import json
