@@ -178,24 +178,6 @@ def test_a_vocabulary_in_a_file_of_its_own_is_fetched(hub, drafter, tmp_path):
     assert_same(Eagle31DrafterModel.from_pretrained(REPO), drafter)
 
 
-def test_what_was_fetched_once_loads_without_the_hub(hub, drafter):
-    hub.add(BASE, original_release(drafter))
-    hub.add(REPO, {"config.json": pointing()})
-    Eagle31DrafterModel.from_pretrained(REPO)
-    asked = len(hub.log)
-    assert_same(Eagle31DrafterModel.from_pretrained(REPO, local_files_only=True), drafter)
-    assert len(hub.log) == asked
-
-
-def test_a_private_repository_needs_a_token(hub, drafter, monkeypatch):
-    token = hub.add_user("owner")
-    hub.add("owner/secret", original_release(drafter), private=True)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(OSError, match="owner/secret"):
-        Eagle31DrafterModel.from_pretrained("owner/secret", token=False)
-    assert_same(Eagle31DrafterModel.from_pretrained("owner/secret", token=token), drafter)
-
-
 def test_a_missing_repository_is_one_clear_error(hub):
     with pytest.raises(OSError, match="tester/nothing"):
         Eagle31DrafterModel.from_pretrained("tester/nothing")

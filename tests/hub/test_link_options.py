@@ -1,6 +1,7 @@
 """Hub options of a `from_pretrained` also hold for the weights its config points to, in every loading class."""
 
 import json
+from functools import cache
 
 import pytest
 from factories import build
@@ -17,9 +18,14 @@ LOADERS = (Eagle31Config, AutoConfig, Eagle31DrafterModel, AutoModel)
 every_loader = pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 
 
+@cache
+def drafter() -> Eagle31DrafterModel:
+    return build(num_attention_heads=2, fc_norm=False, norm_output=False)
+
+
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    return original_release(build(num_attention_heads=2, fc_norm=False, norm_output=False))
+    return original_release(drafter())
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +38,9 @@ def assert_complete(loaded: Eagle31Config | Eagle31DrafterModel) -> None:
     config = getattr(loaded, "config", loaded)
     assert type(config) is Eagle31Config
     assert (config.weights_from, config.target_model) == (None, "org/target")
-    assert config.hidden_size == build(num_attention_heads=2).config.hidden_size
+    assert config.hidden_size == drafter().config.hidden_size
+    if isinstance(loaded, Eagle31DrafterModel):
+        assert all(tensor.equal(drafter().state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
 @every_loader
