@@ -10,7 +10,6 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "round_ms": ("round ms", ".3f"),
     "draft_ms": ("draft ms", ".3f"),
     "verify_ms": ("verify ms", ".3f"),
-    "verify_ms_of_ours": ("of ours ms", ".3f"),
     "gap_ms": ("gap ms", ".3f"),
     "step_ms": ("step ms", ".4f"),
     "round_over_floor": ("round/floor", ".2f"),

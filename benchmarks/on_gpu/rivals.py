@@ -1,11 +1,9 @@
-"""Rivals of the whole: the target alone, eager and compiled, and transformers' own speculation from the prompt; and of
-our fused layers: those that torch.compile or Liger makes."""
+"""Rivals of the whole: the target alone, eager and compiled, and transformers' own speculation from the prompt."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from .run import Row, Run, Task
 from .subprocesses import in_subprocess
 
 STATIC_LIMIT = 150.0  # seconds, building and compiling 32 layers included
-LAYERS_LIMIT = 100.0
 LOOKUP = {"prompt_lookup_num_tokens": 5}
 
 
@@ -84,19 +81,3 @@ def _static(run: Run, prompt: int) -> Row:
         "dtype": str(run.dtype).removeprefix("torch."),
     }
     return facts | in_subprocess("static", min(STATIC_LIMIT, run.left()), str(run.device), facts)
-
-
-def layers(run: Run) -> Iterator[Task]:
-    """Captured chains whose target's layers are others' than ours."""
-    shape, prompt = run.shapes[0], run.sizes.prompts[:2][-1]
-    for way, name in (("compile", "compiled by torch"), ("liger", "by Liger")):
-        yield f"{shape}, layers {name}, chain 5, prompt {prompt}", partial(_layers, run, way, shape, prompt)
-
-
-def _layers(run: Run, way: str, shape: str, prompt: int) -> Row:
-    if not run.is_gpu:
-        return {"left_out": "no GPU"}
-    if way == "liger" and find_spec("liger_kernel") is None:
-        return {"left_out": "liger-kernel is not installed"}
-    facts = {"shape": shape, "prompt": prompt, "new_tokens": run.sizes.new_tokens, "depth": 5, "way": way}
-    return in_subprocess("layers", min(LAYERS_LIMIT, run.left()), str(run.device), facts)

@@ -3,12 +3,11 @@ limits of those up to the rivals fit in it together."""
 
 from collections.abc import Iterator
 
-from .attention import attention
 from .machine import machine
 from .matmuls import matmuls
 from .operations import accuracy, speed
 from .quantized import quantized
-from .rivals import layers, rivals, without_compiling
+from .rivals import rivals, without_compiling
 from .rounds import captured, eager, of_shape, others
 from .run import Run, Section, Task
 from .texts import demo, texts
@@ -33,11 +32,9 @@ SECTIONS = (
     Section("batches", "Batches, auto and sampling", 40, others),
     Section("matmuls", "torch's matmuls at the rows of a round", 30, matmuls),
     Section("quantized", "Drafter weights in 8 bits", 40, quantized),
-    Section("attention", "Rivals of tree_attention", 60, attention),
     Section("shapes", "Other shapes", 80, shapes),
     Section("training", "Training: the distillation loss, attention of the unroll", 60, training),
     Section("demo", "The demo pair", 30, demo),
-    Section("layers", "Captured rounds with others' layers", 200, layers),
 )
 NAMES = tuple(section.name for section in SECTIONS)
 BUDGET = 540  # seconds

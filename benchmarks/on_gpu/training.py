@@ -4,7 +4,6 @@ H heads, S positions, D width of a head.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 
 from torch import Tensor
@@ -15,30 +14,18 @@ from eagle31_hf.training.attention_ways import DENSE, EFFICIENT_CUDA, FLASH_CPU,
 from .inputs import Maker
 from .operations import real_sizes, timed
 from .run import Row, Run, Task
-from .subprocesses import in_subprocess
 from .timing import milliseconds
 
-COMPILE_LIMIT = 30.0  # seconds
 WAYS_OF = {"cpu": (DENSE, FLASH_CPU), "cuda": (DENSE, FLASH_CUDA, EFFICIENT_CUDA)}
 MATMULS = {"forward": 2, "backward": 5}  # of queries with keys, each of which sees half of them
 
 
 def training(run: Run) -> Iterator[Task]:
-    """Lists what is timed: of the loss our kernel, its reference, and the reference compiled; of attention every way
-    that the device has."""
+    """Lists what is timed: of the loss our kernel and its reference; of attention every way that the device has."""
     size = next(real_sizes(run, "distillation_loss"))
     yield f"distillation_loss, {size.tokens} predictions", partial(timed, run, "distillation_loss", size)
-    yield f"distillation_loss, {size.tokens} predictions, its reference compiled", partial(_compiled, run)
     for way in WAYS_OF.get(run.device.type, (DENSE,)):
         yield f"attention of the unroll, {run.sizes.positions} positions, {way}", partial(attended, run, way)
-
-
-def _compiled(run: Run) -> Row:
-    """Times the compiled reference in a process of its own, as compiling may take longer than there is."""
-    if not run.is_gpu:
-        return {"left_out": "no GPU"}
-    size = asdict(next(real_sizes(run, "distillation_loss")))
-    return in_subprocess("distillation_loss", min(COMPILE_LIMIT, run.left()), str(run.device), size)
 
 
 def attended(run: Run, way: str) -> Row:
