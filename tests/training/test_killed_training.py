@@ -3,7 +3,6 @@
 import fcntl
 import gc
 import os
-import random
 import select
 import shutil
 import signal
@@ -143,15 +142,3 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
             path.write_bytes(data[:size])
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1"), (name, size)
         path.write_bytes(data)
-
-
-def test_runs_killed_at_any_moment_come_to_the_same(tmp_path, start, undisturbed):
-    draw, process = random.Random(0), start(tmp_path)
-    for step in range(1, STEPS, 2):
-        until = time.monotonic() + LONGEST
-        while not (tmp_path / f"checkpoint-{step}").exists() and time.monotonic() < until:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.1))
-        kill(process)
-        process = start(tmp_path)
-    assert_finishes(process, tmp_path, undisturbed)

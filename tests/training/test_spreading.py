@@ -3,7 +3,7 @@
 import pytest
 import torch
 from factories import build
-from training_runs import PLAIN, InterruptAfter, LostMachineError, make_examples, make_trainer, run
+from training_runs import PLAIN, make_examples, make_trainer, run
 
 from eagle31_hf.seeding import generator_of
 from eagle31_hf.training.documents import positions_of
@@ -62,15 +62,6 @@ def test_positions_seen_in_training_are_spread_and_those_of_an_evaluation_are_no
     trainer.train()
     assert 24 + 3 < seen[True] < 90 + 3
     assert seen[False] < 24 + 3
-
-
-def test_a_resumed_run_draws_the_skips_it_would_have_drawn(tmp_path):
-    options = PLAIN | {"position_reach": 90, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
-    whole = run(make_trainer(tmp_path / "whole", **options))
-    with pytest.raises(LostMachineError):
-        make_trainer(tmp_path / "parts", callbacks=[InterruptAfter(2)], **options).train()
-    resumed = run(make_trainer(tmp_path / "parts", **options), resume=True)
-    assert resumed.logs == whole.logs
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}

@@ -76,7 +76,7 @@ def test_packed_examples_are_examples(tmp_path, normalisation):
     assert_same(run(packed), run(make_trainer(tmp_path, **options)), SUMMED)
 
 
-RESUMED = MUCH_TO_RESUME | {"eval_dataset": make_examples(3, seed=7)}
+RESUMED = MUCH_TO_RESUME | {"eval_dataset": make_examples(3, seed=7), "position_reach": 90}
 
 
 @pytest.fixture(scope="module")
