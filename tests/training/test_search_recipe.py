@@ -11,18 +11,14 @@ import torch
 from eagle31_hf import Eagle31Trainer as Trainer
 from eagle31_hf import Eagle31TrainingArguments, demo, track_acceptance
 from eagle31_hf.demo.corpus import held_out_file
-from eagle31_hf.training.objective import Batch
-from eagle31_hf.training.unroll import unroll
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import going_on
-import search_fit
 import search_material
 import search_recipe
 import search_table
 import search_training
 import transfer_rate
-from search_training import Recipe
 
 FEW = {"NUM_TEXTS": 24, "NUM_PROMPTS": 4, "ANSWER": 24, "LENGTH": 48, "PROMPT": 16, "LONG_PROMPT": 64}
 
@@ -92,92 +88,6 @@ def test_a_row_of_the_library_is_trained_by_its_own_trainer(material, monkeypatc
     before = search_training.begun(material, recipe, seed=0)
     assert not torch.equal(drafter.fc.weight, before.fc.weight)
     assert figures["loss"] > 0
-
-
-def test_least_squares_find_the_matrix():
-    draw = torch.Generator().manual_seed(0)
-    weight, inputs = torch.randn(5, 8, generator=draw), torch.randn(400, 8, generator=draw)
-    found = search_fit.solved(inputs, inputs @ weight.T)
-    assert (found - weight).norm() < 0.01 * weight.norm()
-
-
-def test_a_fitted_start_says_what_its_least_squares_say(material):
-    texts = material.training_texts("files", material.default_layers())
-    drafter = search_training.begun(material, Recipe(start="fitted", texts="files"), seed=0)
-    states, last = texts.states[:, :-1].float(), texts.last_states[:, 1:].float()
-    with torch.no_grad():
-        out = drafter(texts.ids[:, 1:], target_hidden_states=states, logits_to_keep=None).last_hidden_state
-    assert torch.nn.functional.cosine_similarity(out, last, dim=-1).mean() > 0.5
-    noise = search_training.begun(material, Recipe(), seed=0)
-    with torch.no_grad():
-        out = noise(texts.ids[:, 1:], target_hidden_states=states, logits_to_keep=None).last_hidden_state
-    assert torch.nn.functional.cosine_similarity(out, last, dim=-1).mean() < 0.2
-
-
-def test_a_hint_falls_linearly_and_ends_halfway(material):
-    layer_ids = material.default_layers()
-    drafter = search_training.begun(material, Recipe(), seed=0)
-    objective = search_training.SearchObjective(drafter, Recipe(hint=1.0), material.reader(layer_ids).logits)
-    batch: Batch = material.training_texts("files", layer_ids).batch(torch.arange(4))
-    losses = []
-    for progress in (0.0, 0.25, 0.5):
-        objective.begin(progress)
-        losses.append(objective(batch)["loss"].item())
-    assert losses[0] - losses[1] == pytest.approx(losses[1] - losses[2], rel=1e-3)
-    plain = search_training.SearchObjective(drafter, Recipe(), material.reader(layer_ids).logits)
-    plain.begin(0.0)
-    assert losses[2] == pytest.approx(plain(batch)["loss"].item())
-
-
-def test_parallel_drafts_of_all_depths_follow_from_the_first_token_alone(material):
-    layer_ids = material.default_layers()
-    batch: Batch = material.training_texts("files", layer_ids).batch(torch.arange(2))
-    other = Batch(batch.input_ids.clone(), *list(vars(batch).values())[1:])
-    other.input_ids[:, 20:] = 5
-    found = {}
-    for parallel in (True, False):
-        recipe = Recipe(depth=3, parallel=parallel)
-        drafter = search_training.begun(material, recipe, seed=0)
-        states = [
-            [state[:, :18] for _, state in unroll(drafter, each.input_ids, batch.states, 3)] for each in (batch, other)
-        ]
-        found[parallel] = [torch.equal(one, another) for one, another in zip(*states, strict=True)]
-    # position 18's draft at depth 1 embeds token 20
-    assert found == {True: [True, True, True], False: [True, True, False]}
-
-
-def test_joined_texts_see_each_other_and_no_chain_leaves_its_text(material):
-    """Of two texts laid end to end the first one's states are those of it alone, the second one's differ."""
-    layer_ids = search_training.layer_ids_of(Recipe(), material)
-    texts = material.training_texts("greedy", layer_ids)
-    drafter = search_training.begun(material, Recipe(), seed=0)
-    objective = search_training.SearchObjective(drafter, Recipe(), material.reader(layer_ids).logits)
-    single = texts.batch(torch.tensor([0, 1]), is_all=True)
-    single.answers = single.answers.clone()
-    single.answers[:, 0] = False
-    one, row = objective(single), objective(search_training.joined(single, 2))
-    length = single.input_ids.shape[1]
-    for k in range(objective.settings.depth):
-        ones, rows = one["record"].states[k], row["record"].states[k]
-        assert len(ones) == len(rows)
-        half = len(ones) // 2
-        torch.testing.assert_close(ones[:half], rows[:half])
-        assert (ones[half:] - rows[half:]).norm(dim=-1).min() > 1e-3
-        assert set(row["record"].position[k].tolist()) == {p + t for p in range(length - 2 - k) for t in (0, length)}
-
-
-def test_the_average_is_between_the_weights(material):
-    drafter = search_training.begun(material, Recipe(), seed=0)
-    average = search_training.Average(drafter, 0.5)
-    before = drafter.fc.weight.detach().clone()
-    with torch.no_grad():
-        drafter.fc.weight.add_(1.0)
-    for _ in range(20):
-        average.add()
-    average.serve()
-    moved = drafter.fc.weight - before
-    assert moved.min() > 0.99
-    assert moved.max() <= 1.0 + 1e-6
 
 
 def test_runs_are_done_once_and_shown(material, tmp_path, capsys, monkeypatch):
