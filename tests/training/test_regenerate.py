@@ -122,13 +122,6 @@ def test_every_turn_is_what_the_target_says_alone(target, tokenizer, batch_size)
     assert sum(map(len, found)) > skipped["too short"]
 
 
-def test_turns_that_go_on_from_one_another_are_one_example(make_target, tokenizer):
-    """No token of a chat is read twice, and every answer is learned from once."""
-    generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
-    ((example,),), _ = make(generator, CHATS[:1])
-    assert [answer.count(END) for answer in answers_of(example)] == [1, 1, 1]
-
-
 def test_a_turn_whose_prompt_says_the_last_one_otherwise_is_an_example_of_its_own(make_target, tokenizer):
     """As with templates that leave thoughts out of later prompts."""
     generator = generator_of(make_target("llama", eos_token_id=END), tokenizer, 200, 60, 2, GREEDY)
@@ -166,17 +159,6 @@ def test_thoughts_stand_in_a_field_of_their_own(make_target, tokenizer, words, m
     assert answers.message(torch.tensor([1, 2, END])) == {"role": "assistant", **message}
 
 
-def test_the_end_of_the_turn_is_the_target_s_to_say(make_target, tokenizer):
-    target = make_target("llama", eos_token_id=END)
-    examples = [
-        example for made in make(generator_of(target, tokenizer, 90, 40, 3, GREEDY), CHATS)[0] for example in made
-    ]
-    answers = [answer for example in examples for answer in answers_of(example)]
-    assert len([answer for answer in answers if answer[-1] == END]) > len(answers) // 2
-    assert all(example["answers"][-1] for example in examples)
-    assert not any(END in answer[:-1] for answer in answers)
-
-
 def test_an_end_only_the_tokenizer_knows(make_target, tokenizer):
     """Engines stop there too."""
     knowing, ignorant = make_target("llama", eos_token_id=END), make_target("llama")
@@ -196,15 +178,6 @@ def test_several_ends(make_target, tokenizer):
     ]
     assert {int(example["input_ids"][-1]) for example in examples} >= {6, END}
     assert not any({6, END} & {*answer[:-1]} for example in examples for answer in answers_of(example))
-
-
-def test_later_prompts_hold_what_the_target_said(make_target, tokenizer):
-    target = make_target("llama", eos_token_id=END)
-    ((example,),), _ = make(generator_of(target, tokenizer, 200, 60, 2, GREEDY), CHATS[:1])
-    words, questions = tokenizer.decode(example["input_ids"]), ["iabcj", "kiefj", "kicaj"]
-    places = [words.index(question) for question in questions]
-    assert places == sorted(places)
-    assert words.endswith("k")
 
 
 def test_a_last_question_is_answered_and_a_chat_that_begins_with_an_answer_goes_on(make_target, tokenizer):
