@@ -92,35 +92,6 @@ def test_info_says_what_a_drafter_is(capsys, name, kind):
     assert json.loads(capsys.readouterr().out)["kind"] == kind
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["info", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["info", TARGET], "llama"),
-        (
-            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--num-assistant-tokens", "0", "x"],
-            "--num-assistant-tokens: got '0'",
-        ),
-        (
-            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-total-tokens", "1", "x"],
-            "--draft-tree-total-tokens: got '1', expected an integer of at least 2, or auto",
-        ),
-        (
-            ["generate", "--target", TARGET, "--drafter", DRAFTER, "--draft-tree-top-k", "4097", "x"],
-            "--draft-tree-top-k: got '4097', expected an integer of at least 1 and at most 4096, or auto",
-        ),
-        (["demo", "--prompts", "0"], "--prompts"),
-    ],
-    ids=["no such drafter", "target passed as drafter", "no depth", "no tree", "too wide a tree", "no prompts"],
-)
-def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    errors = [line for line in captured.err.splitlines() if line.startswith("eagle31: error:")]
-    assert len(errors) == 1
-    assert words in errors[0]
-
-
 def test_a_contradicting_config_is_an_input_error_that_names_the_file(capsys, tmp_path):
     config = json.loads((demo.FOLDER / "eagle31" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"norm_before_fc": True}))

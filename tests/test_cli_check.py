@@ -103,23 +103,3 @@ def test_a_reason_is_said_once_and_what_does_not_work_is_status_one(capsys, tmp_
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("chains            refused: its architecture, homemade, is code in its repository")
     assert lines[2] == "trees             refused: as chains"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["/no/such/target"], "/no/such/target: there is no such folder"),
-        ([str(demo.FOLDER)], "holds no config.json"),
-        ([DRAFTER], "expected the target first, then the drafter"),
-        ([TARGET, "/no/such/drafter"], "/no/such/drafter"),
-        ([TARGET, DRAFTER, "--set", "nope=1"], "nope"),
-    ],
-    ids=["no target", "no config", "a drafter as target", "no drafter", "no such field"],
-)
-def test_bad_input_is_one_line_and_status_two(capsys, arguments, words):
-    assert main(["check", *arguments]) == 2
-    captured = capsys.readouterr()
-    errors = [line for line in captured.err.splitlines() if line.startswith("eagle31: error:")]
-    assert len(errors) == 1
-    assert words in errors[0]
-    assert captured.out == ""

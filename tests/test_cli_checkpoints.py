@@ -106,22 +106,3 @@ def test_upgrade_saves_and_reports(capsys, tmp_path):
     ):
         texts.write_text(content)
         assert words in error_of(capsys, *options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["convert", "owner/name"], "name a destination"),
-        (["convert", "owner/name", "there", "--create-pr"], "neither a destination"),
-        (["convert", TARGET, "there"], "looks like the target itself"),
-        (["info", DRAFTER, "--set", "norm_output"], "NAME=VALUE"),
-        (["export", DRAFTER, "there", "--format", "gguf"], "--format"),
-        (["publish", TARGET, "--repo-id", "me/x"], "Convert it first"),
-        (["upgrade", "--target", TARGET, "--drafter", DRAFTER, "--texts", "/nowhere.txt"], "/nowhere.txt"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_line(capsys, arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert words in error_of(capsys, *arguments)
-    assert not list(tmp_path.iterdir())

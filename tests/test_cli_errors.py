@@ -50,6 +50,9 @@ PREPARE = ["prepare-data", "--target", "target", "--data", "texts.jsonl", "--out
 TRAIN = ["train", "--target", "target", "--data", "texts.jsonl", "--output", "out", "--steps", "1"]
 UPGRADE = ["upgrade", "--target", "target", "--drafter", "drafter", "--texts", "texts.jsonl"]
 ACCEPTANCE = ["bench", "acceptance", "--target", "target", "--drafter", "drafter", "--prompts", "texts.jsonl"]
+DEMO = ["--target", TARGET, "--drafter", DRAFTER, "--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16"]
+DRIFT = ["drift", *DEMO, "--max-new-tokens", "4", "--depth", "2", "--no-interventions", "--lengths", "48"]
+OF_DEMO = ["bench", "acceptance", *DEMO, "--max-new-tokens", "4", "--depths", "2", "--depth", "2", "--no-perturbations"]
 BAD = {
     "no cuda": ([*GENERATE, "--device", "cuda:99", "abc"], "--device: got 'cuda:99'"),
     "no such device": (["demo", "--device", "gpu"], "--device: got 'gpu', expected a device: cpu"),
@@ -155,6 +158,64 @@ BAD = {
         "latin.jsonl: byte 10 is no UTF-8; expected a text file",
     ),
     "no template": ([*PREPARE, "--chat-template", "nope"], "nope: there is no such file or folder."),
+    "no such drafter": (["info", "/nowhere/at/all"], "/nowhere/at/all"),
+    "a target as drafter": (["info", TARGET], "llama"),
+    "no depth": ([*GENERATE, "--num-assistant-tokens", "0", "x"], "--num-assistant-tokens: got '0'"),
+    "no tree": (
+        [*GENERATE, "--draft-tree-total-tokens", "1", "x"],
+        "--draft-tree-total-tokens: got '1', expected an integer of at least 2, or auto",
+    ),
+    "too wide a tree": (
+        [*GENERATE, "--draft-tree-top-k", "4097", "x"],
+        "--draft-tree-top-k: got '4097', expected an integer of at least 1 and at most 4096, or auto",
+    ),
+    "no prompts": (["demo", "--prompts", "0"], "--prompts"),
+    "check: no target": (["check", "/no/such/target"], "/no/such/target: there is no such folder"),
+    "check: no config": (["check", str(demo.FOLDER)], "holds no config.json"),
+    "check: a drafter as target": (["check", DRAFTER], "expected the target first, then the drafter"),
+    "check: no drafter": (["check", TARGET, "/no/such/drafter"], "/no/such/drafter"),
+    "check: no such field": (["check", TARGET, DRAFTER, "--set", "nope=1"], "nope"),
+    "no destination": (["convert", "owner/name"], "name a destination"),
+    "a destination and a pull request": (["convert", "owner/name", "there", "--create-pr"], "neither a destination"),
+    "the target itself": (["convert", TARGET, "there"], "looks like the target itself"),
+    "a setting without a value": (["info", DRAFTER, "--set", "norm_output"], "NAME=VALUE"),
+    "no such format": (["export", DRAFTER, "there", "--format", "gguf"], "--format"),
+    "publishing what is not converted": (["publish", TARGET, "--repo-id", "me/x"], "Convert it first"),
+    "no such texts": ([*UPGRADE[:-1], "/nowhere.txt"], "/nowhere.txt"),
+    "a misspelt setting": ([*TRAIN, "--set", "depht=3"], "--set: "),
+    "steps beyond all numbers": ([*TRAIN, "--set", "max_steps=" + "9" * 400], "expected an integer"),
+    "a depth of evaluations": ([*TRAIN, "--set", "eval_depth=65"], "eval_depth is 65; expected 1 to 64"),
+    "no such loss": ([*TRAIN, "--loss", "mse"], "names 'mse'; expected some of kl"),
+    "nothing to resume": ([*TRAIN, "--resume"], "holds no complete checkpoint"),
+    "a draft vocabulary above the target's": ([*TRAIN, "--draft-vocab-size", "99"], "to have 99 ids; expected 1 to 11"),
+    "drift: depth": ([*DRIFT, "--depth", "17"], "--depth is 17; expected at most 16"),
+    "drift: nothing to resume": ([*DRIFT, "--resume"], "expected --output with its folder"),
+    "drift: a drafter twice": ([*DRIFT, "--compare", DRAFTER], "names a drafter twice"),
+    "drift: no such prompts": ([*DRIFT, "--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
+    "drift: no room": (
+        [*DRIFT, "--max-new-tokens", "4000"],
+        "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most",
+    ),
+    "drift: shorter than prompts": (
+        [*DRIFT, "--lengths", "48", "8"],
+        "no prompt can be made 8 tokens long; expected more than the prompts have (16 to 16)",
+    ),
+    "drift: lengths": ([*DRIFT, "--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
+    "drift: shorter than chains": (
+        [*DRIFT, "--max-new-tokens", "2", "--lengths", "32"],
+        "--max-new-tokens is 2; expected at least 4",
+    ),
+    "acceptance: depths": ([*OF_DEMO, "--depths", "3", "17"], "--depths: got 17; expected at most 16"),
+    "acceptance: depth": ([*OF_DEMO, "--depth", "17"], "--depth: got 17; expected at most 16"),
+    "acceptance: concurrency": ([*OF_DEMO, "--concurrency", "3"], "--concurrency: got 3; expected at most 2"),
+    "acceptance: temperatures": (
+        [*OF_DEMO, "--temperatures", "0"],
+        "--temperatures: got '0', expected a number above 0",
+    ),
+    "acceptance: nothing to compare with": (
+        [*OF_DEMO, "--against", "nowhere.json"],
+        "nowhere.json: there is no such file",
+    ),
 }
 
 

@@ -64,30 +64,6 @@ def test_without_an_output_it_is_printed_and_nothing_is_written(tmp_path, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--depth", "17"], "--depth is 17; expected at most 16"),
-        (["--resume"], "expected --output with its folder"),
-        (["--compare", str(demo.FOLDER / "eagle31")], "names a drafter twice"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl not found"),
-        (["--max-new-tokens", "4000"], "gives no prompt (python, prompt 1: a prompt has 16 tokens; expected at most"),
-        (
-            ["--lengths", "48", "8"],
-            "no prompt can be made 8 tokens long; expected more than the prompts have (16 to 16)",
-        ),
-        (["--lengths", "48", "4000"], "--lengths: got 4000; expected at most"),
-        (["--max-new-tokens", "2", "--lengths", "32"], "--max-new-tokens is 2; expected at least 4"),
-    ],
-    ids=["depth", "resume", "twice", "prompts", "room", "shorter", "lengths", "depth-of-chains"],
-)
-def test_what_cannot_be_measured_is_said_in_a_line(words, said, capsys):
-    assert drift(*PLAIN, *words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
-    assert len(lines) == 1
-    assert said in lines[0]
-
-
 ACCEPTANCE = ["--prompts", "python", "--num-prompts", "2", "--prompt-tokens", "16", "--max-new-tokens", "4"]
 ONE_WAY = [*ACCEPTANCE, "--depths", "2", "--trees", "--depth", "2", "--no-perturbations"]
 
@@ -106,23 +82,6 @@ def test_acceptance_is_reported_and_compared_with_an_earlier_report(tmp_path, ca
     printed = capsys.readouterr().out
     assert "Beside " in printed
     assert "same" in printed  # greedy, of the same prompts
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--depths", "3", "17"], "--depths: got 17; expected at most 16"),
-        (["--depth", "17"], "--depth: got 17; expected at most 16"),
-        (["--concurrency", "3"], "--concurrency: got 3; expected at most 2"),
-        (["--temperatures", "0"], "--temperatures: got '0', expected a number above 0"),
-        (["--against", "nowhere.json"], "nowhere.json: there is no such file"),
-    ],
-    ids=["depths", "depth", "concurrency", "temperatures", "against"],
-)
-def test_what_cannot_be_compared_is_said_in_a_line(words, said, capsys):
-    assert acceptance(*ONE_WAY, *words) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle31: error")]
-    assert said in line
 
 
 def test_a_drafter_whose_drift_cannot_be_measured_is_told_before_any_is(tmp_path, capsys):
