@@ -46,17 +46,8 @@ QWEN3_8B = ROPE | {
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
     "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
     "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "sliding_window": 128,
-    "vocab_size": 201088,
     "rope_theta": 150000,
     "rope_scaling": {
         "rope_type": "yarn",
@@ -66,7 +57,6 @@ GPT_OSS_20B = {
         "beta_slow": 1.0,
     },
     "quantization_config": {"quant_method": "mxfp4"},
-    "max_position_embeddings": 131072,
 }
 GEMMA3_27B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -94,27 +84,7 @@ GEMMA3_27B = {
         "patch_size": 14,
     },
 }
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3"}  # whose sizes are its class's defaults
 T5 = {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
