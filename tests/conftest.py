@@ -153,6 +153,15 @@ def pytest_sessionfinish():
 
 
 @pytest.fixture
+def poisoned_memory():
+    """torch.empty is filled with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def on_the_gpu():
     """Tensors are made on the GPU, where there is one: there Triton compiles, and does not interpret."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -7,7 +7,7 @@ B batch, T tokens, H heads, R latent, N and P the parts of a key without and wit
 import pytest
 import torch
 from close import FORWARD, assert_close
-from factories import ATTENTIONS, MLA, WIDTH, build, chain, inputs, rms_norm
+from factories import ATTENTIONS, MLA, WIDTH, build, inputs, rms_norm
 from torch import Tensor
 from transformers import DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -147,15 +147,3 @@ def test_the_cache_holds_one_latent_and_one_key_part_a_token():
     config, layer = drafter.config, cache.layers[0]
     assert layer.keys.shape == (2, 1, tokens.shape[1], config.kv_lora_rank)
     assert layer.values.shape == (2, 1, tokens.shape[1], config.qk_rope_head_dim)
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@torch.no_grad()
-def test_serving_with_a_cache_equals_one_forward(attention):
-    drafter = build(attention, **MLA | {"num_hidden_layers": 2})
-    tokens, states = inputs(drafter, length=12)
-    whole = drafter(tokens, target_hidden_states=states).logits
-    past = drafter(tokens[:, :5], target_hidden_states=states[:, :5], use_cache=True).past_key_values
-    rest = drafter(tokens[:, 5:], target_hidden_states=states[:, 5:], past_key_values=past).logits
-    assert_close("logits", rest, whole[:, 5:], FORWARD)
-    assert len(chain(drafter, tokens, states, 6, 4)) == 4

@@ -403,15 +403,6 @@ def test_a_new_drafter_proposes_the_first_ids():
 # Saving and loading.
 
 
-@pytest.fixture
-def poisoned_memory():
-    """torch.empty is filled with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("drafter")

@@ -25,14 +25,6 @@ SPECFORGE = LAYOUTS["specforge"]
 ASKED = {name: layout for name, layout in LAYOUTS.items() if layout.options}
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Fills torch.empty with NaN or the largest integer: an unwritten tensor cannot pass for a loaded one."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @torch.no_grad()
 def assert_same(loaded: Eagle31DrafterModel, drafter: Eagle31DrafterModel) -> None:
     """Asserts that fields, tensors and logits are exactly the same."""
