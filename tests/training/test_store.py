@@ -289,26 +289,15 @@ def test_a_folder_without_a_store(tmp_path):
         HiddenStateStore(tmp_path)
 
 
-@pytest.mark.parametrize("place", [0.0, 0.01, 0.2, 0.4, 0.6, 0.8, 0.999])
-def test_a_flipped_byte_is_caught_when_the_shard_is_first_read(tmp_path, place):
-    fill(tmp_path)
-    path = shard_path(tmp_path, 2)
-    data = bytearray(path.read_bytes())
-    data[int(place * len(data))] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"shard-00002.safetensors: is damaged .*Delete it and run the command that made it again"
-    ):
-        HiddenStateStore(tmp_path)[3]
-
-
 def test_every_byte_counts(tmp_path):
     fill(tmp_path, TOKENS_ONLY, shards=((2,), (), (), ()))
     path = shard_path(tmp_path, 0)
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match="is damaged"):
+        with pytest.raises(
+            ValueError, match=r"shard-00000.safetensors: is damaged .*Delete it and run the command that made it again"
+        ):
             HiddenStateStore(tmp_path)[0]
 
 
