@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from chat.conversations import conversation
 from programs import be, forkserver
+from serving.servers import free_port
 
 from eagle31_hf import demo
 
@@ -207,15 +207,6 @@ def test_ways_of_drafting(way, knobs):
     page.close()
 
 
-def test_tokens_are_text_not_markup():
-    from eagle31_hf.chat.conversation import Piece
-
-    shown = tokens_html([Piece("<script>", True), Piece("&\n", False)])
-    assert "<script>" not in shown
-    assert "&#60;script&#62;" in shown
-    assert "&#38;&#10;" in shown
-
-
 def test_a_saved_conversation(page):
     visitor = {}
     list(page.ask(visitor, WORDS, AUTO, 3, 24))
@@ -331,12 +322,6 @@ try:
 except ImportError:
     sync_api = axe = None
 in_browser = pytest.mark.skipif(sync_api is None or CHROMIUM is None, reason="needs Chromium, playwright and axe")
-
-
-def free_port():
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        return tried.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
