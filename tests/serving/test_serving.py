@@ -126,12 +126,6 @@ def test_what_cannot_be_drafted_is_answered_by_the_target_alone(server, expected
     assert added["generation_tokens"] == added["generation_seconds"] == 0
 
 
-def test_another_model_is_refused_and_the_server_goes_on(server, expected):
-    with pytest.raises(openai.BadRequestError):
-        server.client().chat.completions.create(model="another", messages=[{"role": "user", "content": "x"}])
-    assert server.ask(server.client()).choices[0].message.content == expected(WORDS)
-
-
 def test_a_value_that_is_refused_is_told_and_the_connection_serves_on(server, expected):
     client = server.client()
     several = {"extra_body": {"generation_config": '{"num_return_sequences": 2}'}}
