@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from safetensors.torch import load
 from transformers import LlamaConfig
 
+from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.checking.drafters import check_drafter
 from eagle31_hf.checking.source import read_target
 from eagle31_hf.checkpoints.headers import read_headers
