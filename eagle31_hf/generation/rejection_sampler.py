@@ -97,9 +97,11 @@ class RejectionSampler:
         it ends. Logits are fp32 and overwritten, unless `only_compares`."""
         choices = self._choices(sequences, drafts, logits)
         suspects = [] if drafts.is_plain else [are_spoiled(logits)]
-        host, found = drafts.on_host(*suspects, *choices.to_read())
+        wanted = choices.to_read() if isinstance(choices, AtAllNodes) else []
+        host, found = drafts.on_host(*suspects, *wanted)
         spoiled = found.pop(0) if suspects else [[False]] * len(sequences)
-        choices.read(found)
+        if isinstance(choices, AtAllNodes):
+            choices.read(found)
         return self.walked(sequences, host, spoiled, choices, ends)
 
     def walked(
@@ -159,7 +161,8 @@ class RejectionSampler:
             raise_no_distribution()
         if draft is None or q_logits is None:
             return self.noise.pick(b, slot, scores)
-        if bool(are_kept(draft, scores, q_logits, self.noise.uniforms(b, 1))):
+        p, q = (x.softmax(-1).gather(1, draft[:, None]) for x in (scores, q_logits))
+        if bool(self.noise.uniforms(b, 1) * q[:, 0] < p[:, 0]):
             return draft
         return self.noise.pick(b, slot, residual(scores, q_logits))
 
@@ -235,22 +238,7 @@ class LockStepSampler(RejectionSampler):
         return accepted
 
 
-class Choices:
-    """The tokens that the target chooses at the nodes of a round's drafts."""
-
-    def to_read(self) -> list[Tensor]:
-        """Tensors that the host needs before the first token."""
-        return []
-
-    def read(self, lists: list) -> None:
-        """Takes what `to_read` named, as lists."""
-
-    def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
-        """The token of sequence b at a node whose path gave `tokens`, and its scores (1, V)."""
-        raise NotImplementedError
-
-
-class AtAllNodes(Choices):
+class AtAllNodes:
     """Chosen at once: `chosen` (B, N) by `scores` (B, N, V), of which, with `check`, each must be a distribution."""
 
     def __init__(self, chosen: Tensor, scores: Tensor, check: bool = False):
@@ -259,19 +247,22 @@ class AtAllNodes(Choices):
         self.check = check
 
     def to_read(self) -> list[Tensor]:
+        """Returns tensors that the host needs before the first token."""
         return [self.chosen, are_distributions(self.scores)] if self.check else [self.chosen]
 
     def read(self, lists: list) -> None:
+        """Takes what `to_read` named, as lists."""
         self.ids = lists[0]
         self.are_distributions = lists[1] if self.check else None
 
     def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        """Returns the token of sequence b at a node whose path gave `tokens`, and its scores (1, V)."""
         if self.are_distributions is not None and not self.are_distributions[b][node]:
             raise_no_distribution()
         return self.ids[b][node], self.scores[b, node : node + 1]
 
 
-class NodeByNode(Choices):
+class NodeByNode:
     """Chosen when a node is reached, since processors are to see its prefix."""
 
     def __init__(self, sampler: RejectionSampler, sequences: Sequences, drafts: DraftTokens, logits: Tensor):
@@ -282,6 +273,7 @@ class NodeByNode(Choices):
         self.prefixes = sequences.prefixes()
 
     def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
+        """Returns what that of `AtAllNodes` does."""
         new = self.prefixes[b].new_tensor([tokens], dtype=torch.long)
         context = torch.cat((self.prefixes[b], new), dim=1) if tokens else self.prefixes[b]
         scores = self.processors[b](context, self.logits[b, node : node + 1])  # type: ignore[arg-type]
@@ -292,6 +284,9 @@ class NodeByNode(Choices):
             draft = drafts.ids[b, node : node + 1]
             q_logits = drafts.logits[b, node : node + 1]
         return int(self.sampler.choose(b, context.shape[1], scores, draft, q_logits)), scores
+
+
+Choices = AtAllNodes | NodeByNode
 
 
 def drawn_block(noise: Noise, drafts: DraftTokens, scores: Tensor) -> AtAllNodes:
@@ -331,15 +326,6 @@ def block_chances(drafts: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[T
     chances = after / (after + 1 - shares[1:-1])
     chances = torch.cat((chances, chances.new_full((1,), float("nan"))))
     return torch.where(chances.isnan(), shares[1:], chances), shares  # NaN: nothing follows, or p and q agree
-
-
-def are_kept(drafts: Tensor, p_logits: Tensor, q_logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Drafts (n,) drawn from q (n, V) -> which of them are kept (n,), each with probability min(1, p/q), by numbers
-    (n,) in [0, 1)."""
-    place = drafts[:, None]
-    p = p_logits.softmax(-1).gather(1, place)[:, 0]
-    q = q_logits.softmax(-1).gather(1, place)[:, 0]
-    return uniforms * q < p
 
 
 def residual(p_logits: Tensor, q_logits: Tensor, share: Tensor | float = 1.0) -> Tensor:

@@ -155,7 +155,8 @@ class ShardBuilder:
     def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | Beginning:
         """Returns a chat that the target is to write, or, where there is no chat template, the beginning of a text. A
         temperature that the caller gave wins."""
-        given, usual, temperature = self.options.generation, self.target.generation_config, record.temperature
+        given, usual = self.options.generation, self.target.generation_config
+        temperature = record.temperature
         if {"temperature", "do_sample"} & given.keys():
             is_sampled = given.get("do_sample", usual.do_sample)
             temperature = (given.get("temperature") or usual.temperature or 1.0) if is_sampled else 0.0

@@ -75,11 +75,11 @@ def test_chances_multiply_and_are_those_of_ever_longer_matches():
 def test_chances_become_what_was_seen_lately_of_matches_as_long(is_right):
     chances = Chances()
     for _ in range(200):
-        chances.learn(4, not is_right)
+        chances.of(4).add(not is_right)
     for _ in range(100):
-        chances.learn(5, is_right)  # judged together with 4
-    assert chances.after(4) == pytest.approx(float(is_right), abs=0.01)
-    assert chances.after(3) == PRIOR[3]
+        chances.of(5).add(is_right)  # judged together with 4
+    assert chances.of(4).per_round == pytest.approx(float(is_right), abs=0.01)
+    assert chances.of(3).per_round == PRIOR[3]
 
 
 def test_of_a_text_that_repeats_itself_the_last_places_are_compared():
@@ -89,10 +89,10 @@ def test_of_a_text_that_repeats_itself_the_last_places_are_compared():
 
 def test_tokens_are_learnt_from_that_were_not_drafted():
     chances = Chances()
-    before = chances.after(2)
+    before = chances.of(2).per_round
     lookup = PromptLookup([1, 2, 3, 1, 2], chances)
     lookup.add([9, 1, 2])  # not 3
-    assert chances.after(2) < before
+    assert chances.of(2).per_round < before
 
 
 def outcome(tokens: list[list[int]], num_drafts: list[int | None]) -> Accepted:

@@ -389,7 +389,7 @@ def test_in_lock_step_sequences_stop_where_one_ends():
     drafts = DraftTokens(torch.tensor([[1, 2, 3]] * 2), 3)
     accepted = sampler(num_sequences=2, kind=LockStepSampler).accept(sequences, drafts, logits, ends)
     assert (accepted.tokens, accepted.paths) == ([[1, 2]] * 2, [[0, 1]] * 2)
-    assert (accepted.num_drafts, accepted.finished) == ([1, 1], [False, True])
+    assert (accepted.num_drafts, accepted.finished) == ([2, 2], [False, True])
     assert [len(each) for each in accepted.scores] == [2, 2]
     assert criterion.shown == [([[4, 2, 1], [1, 5, 1]], 1), ([[4, 2, 1, 2], [1, 5, 1, 2]], 2)]
 

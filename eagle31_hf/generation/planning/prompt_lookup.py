@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
+from .costs import Rate
+
 # Tokens of a match: shorter ones say little, and those above the most are judged alike.
 MIN_MATCH, MAX_MATCH = 2, 32
 MAX_PLACES = 8  # earlier places that are compared, the last ones: a text that repeats itself has very many
@@ -26,23 +28,13 @@ class Chances:
     lately."""
 
     def __init__(self):
-        self._bounds = list(PRIOR)
-        self._right = [PRIOR_WEIGHT * share for share in PRIOR.values()]
-        self._seen = [PRIOR_WEIGHT] * len(PRIOR)
+        self._rates = [Rate(DECAY) for _ in PRIOR]
+        for rate, share in zip(self._rates, PRIOR.values(), strict=True):
+            rate.tokens, rate.rounds = PRIOR_WEIGHT * share, PRIOR_WEIGHT
 
-    def after(self, length: int) -> float:
-        """Returns the chance that the token after a match of `length` tokens repeats."""
-        bucket = self._bucket(length)
-        return self._right[bucket] / self._seen[bucket]
-
-    def learn(self, length: int, is_right: bool) -> None:
-        """Notes whether the token after a match of `length` tokens repeated."""
-        bucket = self._bucket(length)
-        self._right[bucket] = DECAY * self._right[bucket] + is_right
-        self._seen[bucket] = DECAY * self._seen[bucket] + 1
-
-    def _bucket(self, length: int) -> int:
-        return bisect_right(self._bounds, length) - 1
+    def of(self, length: int) -> Rate:
+        """Returns the rate for matches of `length` tokens: how many of the tokens after them repeated."""
+        return self._rates[bisect_right([*PRIOR], length) - 1]
 
 
 class PromptLookup:
@@ -68,7 +60,7 @@ class PromptLookup:
         for token in tokens:
             is_right = self._length > 0 and self.text[self._place] == token
             if self._length:
-                self.chances.learn(self._length, is_right)
+                self.chances.of(self._length).add(float(is_right))
             self._append(token)
             if is_right:
                 self._place += 1
@@ -83,7 +75,7 @@ class PromptLookup:
             return [], []
         size = len(self.text) - self._place
         tokens = [self.text[self._place + i % size] for i in range(count)]
-        return tokens, list(accumulate((self.chances.after(self._length + i) for i in range(count)), mul))
+        return tokens, list(accumulate((self.chances.of(self._length + i).per_round for i in range(count)), mul))
 
     def _append(self, token: int) -> None:
         if len(self.text) >= MIN_MATCH:
