@@ -1,15 +1,13 @@
 """`save_pretrained` by several processes into one folder: it holds one drafter whole, and no process waits for ever."""
 
 import errno
-import os
 import threading
-from multiprocessing import get_context
-from socket import socket
 
 import pytest
 import torch
 from factories import build
 from kill_points import start, was_killed
+from programs import in_two_processes
 from torch import distributed
 
 from eagle31_hf import Eagle31DrafterModel
@@ -121,24 +119,12 @@ def test_a_file_system_without_locks_is_saved_to(tmp_path, monkeypatch):
     assert which(tmp_path) == "one file"
 
 
-def save_as_rank(rank: int, port: int, folder, done) -> None:
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def save_in_a_run(folder) -> None:
+    distributed.init_process_group("gloo")
     save("one file", folder)
     distributed.barrier()
-    done.put(rank)
-    os._exit(0)
 
 
 def test_all_processes_of_a_run_may_call_it(tmp_path):
-    context = get_context("fork")
-    done = context.SimpleQueue()
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=save_as_rank, args=(rank, port, tmp_path, done)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert {done.get() for _ in processes} == {0, 1}
-    assert which(tmp_path) == "one file"
+    in_two_processes(tmp_path, save_in_a_run, tmp_path / "saved")
+    assert which(tmp_path / "saved") == "one file"

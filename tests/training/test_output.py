@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from socket import socket
 
 import pytest
 from accelerate import PartialState
 from factories import build
+from programs import in_two_processes
 from training_runs import make_examples, make_trainer
 
 from eagle31_hf.training.output import REPLACED, check_output, claim, discard_replaced, once, set_aside
@@ -270,38 +270,19 @@ def test_a_state_nested_without_end_is_no_whole_checkpoint(tmp_path):
     assert last_checkpoint(tmp_path) is None
 
 
-def look(rank: int, port: int, outcomes) -> None:
-    """Runs one of two processes of a run, of which the main one meets an error that nobody foresaw."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    PartialState._reset_state()
-    PartialState(cpu=True)
+def look(folder: Path) -> None:
+    """By one of two processes of a run, of which the main one meets an error that nobody foresaw."""
+    state = PartialState(cpu=True)
     try:
         once(lambda: json.loads("[" * 50_000))
     except Exception as error:
-        outcomes.put((rank, type(error)))
+        (folder / f"error-{state.process_index}").write_text(type(error).__name__)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes as POSIX has them")
-def test_no_process_waits_for_one_that_failed():
+def test_no_process_waits_for_one_that_failed(tmp_path):
     """The others are told, whatever it was; in the process that met it the error keeps its type."""
-    context = get_context("fork")
-    outcomes = context.SimpleQueue()
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=look, args=(rank, port, outcomes)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found = dict(outcomes.get() for _ in processes)
-    for process in processes:
-        process.join()
-    assert found == {0: RecursionError, 1: ValueError}
+    in_two_processes(tmp_path, look, tmp_path)
+    assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["RecursionError", "ValueError"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.jsonl", "shard-00000.safetensors"])
