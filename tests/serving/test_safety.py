@@ -110,35 +110,21 @@ def test_the_first_page_needs_nothing_from_elsewhere(server):
 
 
 def test_a_name_that_was_made_to_lead_here_is_refused(server):
-    for host in (
-        "evil.example",
-        f"evil.example:{server.port}",
-        "localhost.evil.example",
-        "",
-        "localhost:x",
-        "a@localhost",
-    ):
-        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("GET", "/")):
-            answer = server.request(method, path, {} if method == "POST" else None, {"Host": host})
-            assert (answer.status, answer.json["error"]["code"]) == (403, "host_not_allowed")
-            assert socket.gethostname() not in answer.json["error"]["message"]
-    for host in ("localhost", f"localhost:{server.port}", "127.0.0.1", "[::1]:80", "LOCALHOST", socket.gethostname()):
+    """Other names: tests/web/test_gate.py."""
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/metrics"), ("GET", "/")):
+        answer = server.request(method, path, {} if method == "POST" else None, {"Host": "evil.example"})
+        assert (answer.status, answer.json["error"]["code"]) == (403, "host_not_allowed")
+        assert socket.gethostname() not in answer.json["error"]["message"]
+    for host in (f"localhost:{server.port}", socket.gethostname()):
         assert server.request("GET", "/v1/models", headers={"Host": host}).status == 200
 
 
 def test_pages_of_other_origins_may_not_ask(server, expected):
     here = f"localhost:{server.port}"
-    for origin in (
-        "http://evil.example",
-        "null",
-        "http://localhost:1",
-        f"http://{here}.evil.example",
-        "",
-        f"file://{here}",
-    ):
-        for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
-            answer = server.request("POST", CHAT, {"messages": SAID}, {"Origin": origin, "Content-Type": kind})
-            assert (answer.status, answer.json["error"]["code"]) == (403, "origin_not_allowed")
+    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
+        asked = {"Origin": f"http://{here}.evil.example", "Content-Type": kind}
+        answer = server.request("POST", CHAT, {"messages": SAID}, asked)
+        assert (answer.status, answer.json["error"]["code"]) == (403, "origin_not_allowed")
     own = server.request("POST", CHAT, {"messages": SAID, "max_tokens": 2}, {"Origin": f"http://{here}"})
     assert own.status == 200
     assert "access-control-allow-origin" not in own.headers
