@@ -33,7 +33,6 @@ from eagle31_hf.training.engine_server import KEY, Request, UnavailableError, ba
 from eagle31_hf.training.engines import DEFAULTS, GREEDY, sampling_of
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
-from eagle31_hf.training.recipe import ExampleReader
 from eagle31_hf.training.servers import EngineOptions, Servers
 from eagle31_hf.training.store import HiddenStateStore, missing_shards, read_manifest
 
@@ -770,18 +769,6 @@ def test_records_of_which_nothing_can_be_asked(tmp_path, outline, tokenizer, ser
     data = write_data(tmp_path / "data.jsonl", [{"messages": []}, {"text": "ab"}])
     with pytest.raises(ValueError, match="none of its 2 records makes a row"):
         prepare(outline, tokenizer, data, tmp_path / "store", [serve()], **GREEDILY)
-
-
-def test_training_data_is_answered_by_an_engine(tmp_path, target, tokenizer, data, greedy, serve):
-    server = serve()
-    engine = EngineOptions((server.url,), **QUICKLY)
-    options = PreparationOptions(
-        max_length=LENGTH, max_new_tokens=10, records_per_shard=3, engine=engine, regenerate=True
-    )
-    options.generation["do_sample"] = False
-    store, _ = ExampleReader(target, tokenizer, options, print, tmp_path).read(data, "data")
-    assert shards(tmp_path / "data") == shards(greedy)
-    assert len(store) == len(HiddenStateStore(greedy))
 
 
 # The commands
