@@ -256,7 +256,7 @@ def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, fol
     """As one process with the batches of both, where nothing is drawn by the process."""
     even = {"vocab_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
     build_target("llama", eos_token_id=10, **even).save_pretrained(folder / "target")
-    alike = ["--steps", "3", "--set", "logging_steps=1", "--set", "position_reach=0"]
+    alike = ["--steps", "2", "--set", "logging_steps=1", "--set", "position_reach=0"]
     status, _, err = trained(capsys, folder, *alike, "--batch-size", "4", output="one")
     assert status == 0, err
     words = ["train", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "two"]
@@ -266,7 +266,7 @@ def test_two_processes_train_beside_a_target_that_each_has_a_part_of(capsys, fol
         [entry["loss"] for entry in json.loads(path.read_text())["log_history"] if "loss" in entry]
         for path in (folder / "two" / "trainer_state.json", folder / "one" / "trainer_state.json")
     ]
-    assert len(losses[0]) == 3
+    assert len(losses[0]) == 2  # a third batch would be filled up, with other rows in each
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # behind an optimizer that normalises what was rounded
     before = contents(folder / "two")

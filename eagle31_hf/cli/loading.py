@@ -55,7 +55,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
 
     refuse_drafter(source, revision)
     with reading(source, "its tokenizer cannot be read", "tokenizer.json and what belongs to it beside config.json"):
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        # mistral-common's own, which transformers takes where vLLM has brought it, has no template and no added tokens
+        return AutoTokenizer.from_pretrained(source, revision=revision, mistral_format=False)
 
 
 def load_causal_lm(source: str, **options: Any) -> Any:
