@@ -24,7 +24,6 @@ gr = pytest.importorskip("gradio")
 from eagle31_hf.chat.page import AUTO, BEGUN, CHAIN, TREE, Page, messages_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
 
 WORDS = "class Parser(object):"
-FIXED = {"num_assistant_tokens": 3, "prompt_lookup_num_tokens": 0, "assistant_confidence_threshold": 0.0}
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -195,8 +194,8 @@ def test_stop_counts_only_while_an_answer_is_made(page):
     [
         (BEGUN, {"num_assistant_tokens": 5, "draft_tree_top_k": 6}),
         (AUTO, dict.fromkeys(("num_assistant_tokens", "draft_tree_top_k", "draft_tree_total_tokens"), "auto")),
-        (CHAIN, FIXED | {"draft_tree_top_k": 1}),
-        (TREE, FIXED | {"draft_tree_top_k": 6, "draft_tree_total_tokens": 12}),
+        (CHAIN, {"num_assistant_tokens": 3, "draft_tree_top_k": 1}),
+        (TREE, {"num_assistant_tokens": 3, "draft_tree_top_k": 6, "draft_tree_total_tokens": 12}),
     ],
 )
 def test_ways_of_drafting(way, knobs):

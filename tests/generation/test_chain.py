@@ -1,5 +1,6 @@
 """The generator of drafts, also in transformers' own assisted loop: a second opinion on this library's."""
 
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
-from eagle31_hf.reports.rivals import drafting_by
+from eagle31_hf.reports.rivals import in_their_loop
 from eagle31_hf.targets.layers import target_states
 
 LENGTH = 20
@@ -30,6 +31,17 @@ class Watched(Eagle31CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         self.rounds[-1].append(int(num_matches))
+
+
+@contextmanager
+def drafting_by(target, generator):
+    """A context in which transformers' loop drafts with a candidate generator of ours."""
+    target._get_candidate_generator = lambda **arguments: generator
+    try:
+        with generator:
+            yield
+    finally:
+        del target._get_candidate_generator
 
 
 OWN_LOOP = [*((kind, "eagle31") for kind in TARGETS), *(("llama", name) for name in ("eagle3", "pruned", "window_4"))]
@@ -173,7 +185,7 @@ def test_needs_no_context_manager_to_be_built_but_refuses_a_foreign_target(make_
 
 
 def test_a_loop_that_finds_its_assistant_in_another_way_is_told(target, drafter, prompt):
-    generator = Watched(drafter, target, num_assistant_tokens=3, max_length=prompt.shape[1] + 4)
-    with pytest.raises(RuntimeError, match="did not draft with the drafter"), drafting_by(target, generator):
-        target.generate(prompt, max_new_tokens=4, do_sample=False)
+    other = {"custom_generate": lambda model, input_ids, **kwargs: input_ids, "max_new_tokens": 4}
+    with pytest.raises(RuntimeError, match="did not draft with the drafter"):
+        in_their_loop(target, drafter, 3, prompt, **other)
     assert "_get_candidate_generator" not in vars(target)
