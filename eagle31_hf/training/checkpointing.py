@@ -213,6 +213,7 @@ class CheckpointingTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model if self.is_fsdp_enabled else self.drafter)
 
     def _load_best_model(self) -> None:
+        self.settle_optimizer()  # later it would set the weights that are loaded
         if self.is_fsdp_enabled:
             super()._load_best_model()
         else:

@@ -239,13 +239,23 @@ def test_a_drafter_whose_table_is_padded_further_than_the_targets(tmp_path):
 
 
 class Scheduleless(torch.optim.SGD):
-    """Notes in which mode it was asked to be, as optimizers have without a schedule."""
+    """Keeps other weights while it trains than those that are to be used, twice these, as optimizers have without a
+    schedule."""
+
+    mode = "eval"
 
     def train(self):
-        self.mode = "train"
+        self._change("train", 2.0)
 
     def eval(self):
-        self.mode = "eval"
+        self._change("eval", 0.5)
+
+    @torch.no_grad()
+    def _change(self, mode, factor):
+        for group in self.param_groups if mode != self.mode else ():
+            for weight in group["params"]:
+                weight.mul_(factor)
+        self.mode = mode
 
 
 def test_an_optimizer_without_a_schedule_is_evaluated_and_saved_with_its_average(tmp_path):
@@ -263,6 +273,20 @@ def test_an_optimizer_without_a_schedule_is_evaluated_and_saved_with_its_average
     make_trainer(tmp_path, drafter=drafter, callbacks=[Noting()], **options).train()
     assert len(modes) > 3
     assert set(modes) == {"eval"}
+
+
+def test_the_best_weights_stay_as_they_are_loaded(tmp_path):
+    drafter = build()
+    options = PLAIN | {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "max_steps": 3}
+    options |= {"eval_dataset": make_examples(2), "load_best_model_at_end": True}
+    optimizer = Scheduleless(drafter.parameters(), lr=0.1)
+    trainer = make_trainer(tmp_path, drafter=drafter, optimizers=(optimizer, None), **options)
+    trainer.train()
+    optimizer.train()  # as after a last step that is not evaluated
+    trainer._load_best_model()
+    trainer.save_model()
+    best = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    assert_close("fc", drafter.fc.weight.detach(), best["fc.weight"])
 
 
 def test_predict_measures_as_evaluate_does(tmp_path):
