@@ -72,7 +72,7 @@ def test_other_formats_are_not_opened(kind):
     for form in ("EPS", "TIFF", "BMP", "PPM"):
         with pytest.raises(RequestError, match="is no image"):
             check_image(picture(form, kind), "here")
-    cut = base64.b64decode(picture("JPEG", size=(64, 64)).partition(",")[2])[:-200]  # its upload broke off
+    cut = base64.b64decode(picture("JPEG", size=(512, 512)).partition(",")[2])[:-200]  # its upload broke off
     for data in (
         b"",
         cut,
