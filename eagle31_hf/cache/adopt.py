@@ -306,6 +306,17 @@ def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:
     return layer.keys[..., :end, :], end
 
 
+def attention_span(layer: Any, num_keys: int, num_new: int) -> slice:
+    """Returns the slots that attentions of the last `num_new` tokens cover in a stock layer, of `num_keys` keys: a
+    window's at most, but all slots of a static layer, used or not."""
+    window = layer.sliding_window if layer.is_sliding else None
+    is_static = getattr(layer, "fixed", False)
+    end = layer.end if is_static else num_keys
+    if is_static and (window is None or end <= window):
+        return slice(window)
+    return slice(0 if window is None else max(0, end - num_new - window + 1), end)
+
+
 class Appended:
     """The states that layers of a cache which cannot be adopted go back to after an error: until tokens are accepted
     what they were found with, then the accepted tokens."""

@@ -19,7 +19,7 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
-from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks
+from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks, layers_that_share
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_trees
 from ..targets.tree_attention import attention_of_rounds, own_attention
@@ -89,16 +89,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Mode:
-    """The way a request may be decoded. `draws_trees`: drafts are trees, not only chains; `is_lock_step`: sequences of
-    the batch stay equally long, since something looks at all of them at once."""
+    """The way a request may be decoded. `may_draft`: the target can verify drafts; `draws_trees`: trees, not only
+    chains; `is_lock_step`: sequences of the batch stay equally long, since something looks at all of them at once."""
 
+    may_draft: bool
     draws_trees: bool
     is_lock_step: bool
 
     @classmethod
     def of(cls, request: Request, runner: TargetRunner, stopping: Stopping) -> "Mode":
         """The mode that serves a request: the freest one that leaves its output as plain decoding would have it."""
-        sees_trees = can_see_trees(request, runner)
+        may_draft = not runner.model_kwargs.get("output_attentions")  # Falcon's tokens then see later ones
+        sees_trees = may_draft and can_see_trees(request, runner)
         is_free = (
             sees_trees
             and stopping.is_per_sequence
@@ -107,7 +109,7 @@ class Mode:
             and not (request.generation_config.return_dict_in_generate or runner.cache_outlives_call)
         )
         is_lock_step = len(request.input_ids) > 1 and not is_free
-        return cls(sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
+        return cls(may_draft, sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
 
 
 def can_see_trees(request: Request, runner: TargetRunner) -> bool:
@@ -130,14 +132,8 @@ def can_see_trees(request: Request, runner: TargetRunner) -> bool:
 
 
 def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = None) -> Any:
-    """Decodes the prompts as `generate` would, several tokens a target forward; the target alone does where attentions
-    are asked for. Returns what `generate` returns."""
+    """Decodes the prompts as `generate` would, several tokens a target forward. Returns what `generate` returns."""
     config, input_ids = request.generation_config, request.input_ids
-    if request.model_kwargs.get("output_attentions"):  # some targets' tokens then see later ones, as Falcon's
-        how = config, False, request.streamer
-        return request.target._sample(
-            input_ids, request.logits_processor, request.stopping_criteria, *how, **request.model_kwargs
-        )
     runner = TargetRunner(request.target, input_ids, config, request.model_kwargs)
     stopping = Stopping(request.stopping_criteria, config.max_length, request.streamer)
     spare = max(MAX_NODES, request.settings.total_tokens or 0)  # slots beyond the longest text: drafts at its end
@@ -163,7 +159,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
                 f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
                 f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
             )
-        collector = OutputCollector(config, runner.past_key_values)
+        collector = OutputCollector(config, runner.past_key_values, layers_that_share(request.target))
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (
@@ -278,7 +274,7 @@ def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: 
     host sees every token, and sequences advance at their own pace."""
     planner = drafting_planner_of(request, mode, eager, is_captured)
     max_length = request.settings.longest_lookup
-    if not max_length or mode.is_lock_step or is_captured:
+    if not max_length or not mode.may_draft or mode.is_lock_step or is_captured:
         return planner
     rows = zip(request.input_ids.tolist(), eager.runner.num_padding, strict=True)
     return LookupPlanner(planner, [ids[padding:] for ids, padding in rows], max_length, num_logits(request.target))
@@ -288,6 +284,8 @@ def drafting_planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_c
     """The planner of what the drafter drafts; captured rounds take few plans, each as it is. Where the text would
     depend on the drafts of a tree, but not on those of a chain, auto draws chains."""
     settings, do_sample = request.settings, bool(request.generation_config.do_sample)
+    if not mode.may_draft:
+        return FixedPlanner(0)
     if not settings.is_auto:
         return FixedPlanner.of(settings, mode.draws_trees)
     top_k = (settings.top_k or TOP_K) if mode.draws_trees and not eager.runner.is_exact else 1

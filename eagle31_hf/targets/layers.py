@@ -139,6 +139,16 @@ class CapturedStates:
         return layers
 
 
+def layers_that_share(target: PreTrainedModel) -> list[int]:
+    """Returns, for each of the last layers that keep no keys of their own (Gemma 3n and 4), the layer whose keys it
+    reads: the last of its kind before all of them."""
+    config = target.config.get_text_config(decoder=True)
+    count = getattr(config, "num_kv_shared_layers", None) or 0
+    kinds = config.layer_types if count else []
+    own = len(kinds) - count
+    return [max(i for i in range(own) if kinds[i] == kind) for kind in kinds[own:]]
+
+
 @contextmanager
 def capture_states(
     target: PreTrainedModel, layer_ids: list[int], past_key_values: Cache | None = None

@@ -38,6 +38,8 @@ def _of_call(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     settings, config = request.settings, request.generation_config
     if not request.may_capture:
         yield "disable_compile is set"
+    if not mode.may_draft:
+        yield "nothing is drafted"
     if mode.is_lock_step:
         yield "the batch is decoded in lock-step"
     if settings.threshold and not settings.is_auto:
