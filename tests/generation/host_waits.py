@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 LAUNCHES_TOLD = ("chain", "tree")
 PROMPT_TOKENS, WARM = 12, 3
 SHORT, LONG = 6, 12  # the difference of two texts leaves out what is done once a call
-LONGER = 24  # where launches are told, which are not those of every round
+LONGER = 24  # where launches are told, which are not those of every round, and of auto, whose rounds the clock decides
 
 
 def models(num_layers: int) -> tuple[Any, Eagle31DrafterModel]:
@@ -92,7 +92,7 @@ def by_round(target: Any, drafter: Eagle31DrafterModel, way: str) -> dict[str, A
     """Waits, launches and decisions about levels, of a round in the midst of a text; and where it waits."""
     counts(target, drafter, way, WARM)  # what is tried and built once
     few, short = counts(target, drafter, way, SHORT)
-    many, long = counts(target, drafter, way, LONGER if way in LAUNCHES_TOLD else LONG)
+    many, long = counts(target, drafter, way, LONGER if way in (*LAUNCHES_TOLD, "auto") else LONG)
     rounds = long["rounds"] - short["rounds"]
     lines = {" ".join(place): (many[place] - few[place]) / rounds for place in many}
     return {
