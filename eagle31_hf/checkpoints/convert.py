@@ -186,7 +186,6 @@ def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
     except BaseException:
         shutil.rmtree(staged.parent, ignore_errors=True)
         raise
-
     os.replace(work / WEIGHTS, staged)
     original.mkdir(exist_ok=True)
     for name in (RECORD, "config.json"):

@@ -328,7 +328,6 @@ def _of_model(model: nn.Module) -> tuple[Eagle31Config, dict[str, Entry], str]:
 def _ascending(tensors: Mapping[str, Entry], vocab_size: int) -> dict[str, Entry]:
     """Sorts the draft vocabulary by target ids, and the rows of the head with it."""
     ids = vocab.target_ids(_tensor(tensors["d2t"]))
-
     if bool((ids[1:] > ids[:-1]).all()):
         return dict(tensors)
     order, head = ids.argsort(), tensors["lm_head.weight"]

@@ -62,6 +62,7 @@ def drift(args: argparse.Namespace) -> int:
     for drafter in drafters.values():
         refuse_parallel(drafter, "measured step by step")
     facts = facts_of(args, target, prompts, drafters)
+    del drafters  # the study loads one after the other
     facts |= {"depth": args.depth, "lengths": [*lengths], "interventions": not args.no_interventions}
 
     def make(journal: Journal) -> Report:

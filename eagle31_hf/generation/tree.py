@@ -2,6 +2,7 @@
 root, is the token committed last; a parent comes before its children. A chain is a tree of width one."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -212,7 +213,7 @@ class VisibleNodes:
             above = torch.ones(self.num_sequences, width, before, dtype=torch.bool, device=self.device)
         else:
             above = pick(self._visible, from_node)
-        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(self.num_sequences, -1, -1)
+        itself = identity(width, self.device).expand(self.num_sequences, -1, -1)
         self._visible = torch.cat((above, itself), dim=2)
         return self._visible
 
@@ -220,6 +221,12 @@ class VisibleNodes:
         """The level (1, count) of every node that has run, the first being 0."""
         levels = [torch.full((1, width), level, device=self.device) for level, width in enumerate(self.widths)]
         return torch.cat(levels, dim=1)
+
+
+@cache
+def identity(size: int, device: torch.device) -> Tensor:
+    """The identity matrix (size, size) of booleans, which every level of every round reads."""
+    return torch.eye(size, dtype=torch.bool, device=device)
 
 
 def pick(x: Tensor, nodes: Tensor | None) -> Tensor:

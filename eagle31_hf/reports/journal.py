@@ -37,8 +37,8 @@ class Journal(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: prompts are decoded one after the other, and figures kept as they come. `target` is a
-    PreTrainedModel."""
+    """A study of drafters: decodes prompts one after the other, and keeps their figures in the journal as they come.
+    `target` is a PreTrainedModel."""
 
     target: Any
     prompts: Prompts

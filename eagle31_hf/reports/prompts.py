@@ -11,17 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..demo.corpus import HELD_OUT, held_out_file
-from ..training.kinds import (
-    ANSWER_COLUMNS,
-    KINDS,
-    OF_NO_KIND,
-    Chat,
-    Tokens,
-    check_ids,
-    check_text,
-    parse_record,
-    text_of,
-)
+from ..training.kinds import ANSWER_COLUMNS, KINDS, Chat, Tokens, check_ids, check_text, parse_record, text_of
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
 
@@ -117,12 +107,7 @@ def _without_answer(record: Record) -> Source:
     ids = record.get("input_ids")
     if isinstance(ids, list) and not any(mark in record for mark in ANSWER_COLUMNS):
         record = {**record, "answers": [0] * len(ids)}
-    try:
-        parsed = parse_record(record)
-    except Skipped as refusal:
-        if refusal.reason == OF_NO_KIND:
-            refusal.details = f"{refusal.details[:-1]}; {'; '.join(QUESTIONS)}."
-        raise
+    parsed = parse_record(record, QUESTIONS)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
     return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)

@@ -1,7 +1,7 @@
 """Kinds of records: chats, plain text, and tokens. Their fields may have any type that JSON has. T tokens."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
@@ -217,7 +217,6 @@ def _instruction(record: Record) -> Chat:
     return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
 
 
-OF_NO_KIND = "of no known kind"
 # columns that identify a kind of record; the first match counts
 KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
     ("input_ids",): tokens_of,
@@ -230,9 +229,9 @@ KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
 }
 
 
-def parse_record(record: Record) -> Chat | str | Tokens:
+def parse_record(record: Record, others: Iterable[str] = ()) -> Chat | str | Tokens:
     """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
-    fields of other types."""
+    fields of other types; `others`: columns that a caller reads besides, for the message."""
     found = {name for name, value in record.items() if value is not None}
     for columns, read in KINDS.items():
         if found.issuperset(columns):
@@ -240,6 +239,6 @@ def parse_record(record: Record) -> Chat | str | Tokens:
             if not isinstance(parsed, Tokens):
                 check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
             return parsed
-    kinds = "; ".join(" and ".join(columns) for columns in KINDS)
+    kinds = "; ".join([*(" and ".join(columns) for columns in KINDS), *others])
     names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"
-    raise Skipped(OF_NO_KIND, f"a record has {names}; expected one of: {kinds}.")
+    raise Skipped("of no known kind", f"a record has {names}; expected one of: {kinds}.")

@@ -32,7 +32,7 @@ KEPT = {
     "records_digest": ("other data", "--data, --split, --max-samples, --regenerate, --self-prompts and --seed"),
     "held_out_digest": ("other rows held out", "--eval-rows, --eval-data, --seed and --max-length"),
 }
-FREE_FIELDS = ("target_model", "weights_from")  # of a drafter's config, which say nothing of what it computes
+FREE_FIELDS = {"target_model", "weights_from"}  # of a drafter's config, which say nothing of what it computes
 STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behind by a kill
 # names of checkpoints of a run; a user's checkpoint-best or checkpoint-100.bak is none
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
@@ -79,8 +79,7 @@ def check_drafter(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
     """Raises ValueError where a checkpoint is of a drafter with other fields, whose weights would be run by another
     network, or with another draft vocabulary, whose head's weights would be taken for those of other tokens."""
     was, is_now = Eagle31Config.from_pretrained(checkpoint).to_dict(), drafter.config.to_dict()
-    names = [name for name in sorted(Eagle31Config.__annotations__) if name not in FREE_FIELDS]
-    for name in names:
+    for name in sorted(Eagle31Config.__annotations__.keys() - FREE_FIELDS):
         if was.get(name) != is_now.get(name):
             raise ValueError(
                 f"{checkpoint}: its drafter has {name} {was.get(name)}, and {is_now.get(name)} is asked for now;"

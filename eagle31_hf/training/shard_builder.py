@@ -233,7 +233,8 @@ class ShardBuilder:
 
     @property
     def earlier(self) -> dict[str, str]:
-        """What stores of before 0.1.0 have in the manifest's place: a digest with transformers' version in it."""
+        """The values of manifests that earlier versions wrote otherwise, by field: the generation config's digest had
+        transformers' version in it."""
         return {"source.generation_config": digest(self.target.generation_config.to_json_string(use_diff=False))}
 
     def _answered_by(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def check_store_folder(folder: str | Path) -> None:
 def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any] | None = None) -> None:
     """Makes the folder with its manifest, or compares with the one there; several processes may do so at once.
 
-    `earlier`: values by which an earlier version says of a field what the manifest says of it. Raises ValueError naming
+    `earlier`: of fields that an earlier version wrote otherwise, the values in its manifest. Raises ValueError naming
     the first field in which they differ, and for a folder that holds something else.
     """
     folder = Path(folder)
@@ -136,8 +136,9 @@ def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any
         _publish(staged, folder / MANIFEST)
     except FileExistsError:
         found, expected = _flat(read_manifest(folder)), _flat(manifest)
+        found |= {name: expected.get(name) for name, value in (earlier or {}).items() if found.get(name) == value}
         for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) not in (expected.get(name), (earlier or {}).get(name, expected.get(name))):
+            if found.get(name) != expected.get(name):
                 raise ValueError(
                     f"{folder / MANIFEST}: {name} is {found.get(name)!r}, expected {expected.get(name)!r}: the data"
                     " there was made from something else. Name another folder, or go back to what it was made from."

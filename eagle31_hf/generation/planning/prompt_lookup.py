@@ -19,6 +19,7 @@ MAX_PLACES = 8  # earlier places that are compared, the last ones: a text that r
 # Length of a match, up to the next entry's -> the chance that the next token repeats, before any has been seen; about
 # the shares of SmolLM2-135M's answers, which `python benchmarks/prompt_lookup.py --questions` counts.
 PRIOR = {2: 0.4, 3: 0.55, 4: 0.7, 6: 0.8, 8: 0.85, 12: 0.87, 16: 0.92, 24: 0.96}
+BOUNDS = [*PRIOR]
 PRIOR_WEIGHT = 4.0  # tokens
 DECAY = 0.95  # of the weight of older tokens with each new one: a text may begin to quote, or stop
 
@@ -34,7 +35,7 @@ class Chances:
 
     def of(self, length: int) -> Rate:
         """Returns the rate for matches of `length` tokens: how many of the tokens after them repeated."""
-        return self._rates[bisect_right([*PRIOR], length) - 1]
+        return self._rates[bisect_right(BOUNDS, length) - 1]
 
     def learn(self, length: int, is_right: bool) -> None:
         """Notes whether the token after a match of `length` tokens repeated."""
