@@ -16,6 +16,7 @@ from .transfer import Mirrored
 
 # Stands where a layer holds nothing, as one that takes its keys from another; older versions of transformers have none.
 DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
+BLOCK = 64  # a buffer that grows has a multiple of as many slots: attention of few rows on a CPU reads them by blocks
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
 
@@ -183,7 +184,11 @@ class SlotLayer(DynamicLayer):
         if self.fixed:
             return self.limit or needed
         ample = needed + max(needed // 4, HEADROOM)
-        return ample if self.limit is None or self.window is not None else max(needed, min(ample, self.limit))
+        if self.window is not None:
+            return ample
+        if self.limit is not None:
+            ample = max(needed, min(ample, self.limit))
+        return -(-ample // BLOCK) * BLOCK
 
     def seen_from(self, slot: int) -> int:
         """The first slot a token at `slot` attends to."""

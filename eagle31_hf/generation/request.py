@@ -205,8 +205,8 @@ def rows_on_cpu(request: Request, executor: EagerExecutor, seam: Seam | None) ->
 
 
 def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
-    """Returns whether in 16 bits the attention of a chain can run position by position, as that of plain rounds does:
-    in the usual form, for one sequence without padding."""
+    """Returns whether in 16 bits the attention of a chain can give each position what plain rounds give it: in
+    the usual form, for one sequence without padding."""
     is_one = len(request.input_ids) == 1 and runner.seen is None
     if runner.mixers.is_needed:
         return False

@@ -191,7 +191,8 @@ class TargetRunner:
     def _run(
         self, inputs: dict[str, Any], drafts: DraftTokens, num_before: int | None = None
     ) -> CausalLMOutputWithPast:
-        """Verifies drafts; `num_before`: keys before them, where attention runs position by position."""
+        """Verifies drafts; `num_before`: keys before them, where attention is to give each position what it gives it
+        alone."""
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = drafts.num_nodes
         parents = drafts.on_host()[0].parents if self.mixers.is_needed else None

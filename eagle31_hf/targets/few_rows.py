@@ -83,7 +83,7 @@ class FewRowsLayer:
 class _Forwards(threading.local):
     """Two settings of this thread, set by `in_drafted_call` and read by what stands in for forwards. `is_drafted`: its
     forwards are those of a drafted call; `num_before`: the number of keys before the new ones, where attention is to
-    run position by position."""
+    give each position what it gives it alone."""
 
     is_drafted = False
     num_before: int | None = None
@@ -154,8 +154,8 @@ def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
 @contextmanager
 def in_drafted_call(num_before: int | None = None) -> Iterator[None]:
     """A context whose forwards are those of a drafted call: of its prompt and its rounds. `num_before`: the number of
-    keys before the new ones, where attention is to run position by position, whatever the mask: of one sequence without
-    padding, and without sliding windows."""
+    keys before the new ones, where attention is to give each position what it gives it alone, whatever the mask: of one
+    sequence without padding, and without sliding windows."""
     if torch.is_autocast_enabled("cpu"):
         yield
         return
@@ -218,7 +218,8 @@ def run_of(*group: nn.Linear) -> "_LinearForward | None":
 
 
 def keys_before() -> int | None:
-    """The number of keys before the new ones, where attention of this thread is to run position by position."""
+    """The number of keys before the new ones, where attention of this thread is to give each position what it gives
+    it alone."""
     return _forwards.num_before
 
 

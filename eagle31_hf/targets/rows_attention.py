@@ -4,18 +4,24 @@ no keys are copied for each of them.
 T new positions, H heads of queries, Hkv of keys, D head width, S keys.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from ..cache.layer import BLOCK
 from .few_rows import keys_before
+
+ROWS = 4  # the rows of a call are a multiple of it
+TRIED_KEYS = 1024
+TRIED_NEW = (2, 3, 5, 8, 13)
 
 
 def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Returns whether attention is to run position by position: in rounds that ask for it, where every key of one
-    sequence is seen by the position that it stands at and those after it."""
+    """Returns whether attention is to give each position what it gives it alone: in rounds that ask for it,
+    where every key of one sequence is seen by the position that it stands at and those after it."""
     num_before = keys_before()
     if num_before is None or key.shape[2] != num_before + query.shape[2] or len(query) > 1:
         return False
@@ -24,23 +30,76 @@ def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
 
 
 def attend_by_position(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D), each position in a call of its
-    own over the keys up to it -> (1, T, H, D).
+    """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D) -> (1, T, H, D): what a
+    position gives is the same to the last bit, whatever stands beside it. `key` and `value` may have more slots than
+    `keys_before` and T: they are not seen.
 
-    A call has two rows where there would be one: torch's kernel for one row takes three times as long in bf16.
+    A kernel adds up in an order that depends on how many rows and keys it gets. So rows come by fours, keys by blocks
+    of BLOCK, the last one filled up, and positions that end in the same block are one call.
     """
-    num_heads, num_new, width = query.shape[1:]
-    num_kv_heads, num_before = key.shape[1], key.shape[2] - num_new
-    group = num_heads // num_kv_heads
+    num_before, num_new = keys_before() or 0, query.shape[2]
+    group = query.shape[1] // key.shape[1]
+    most = num_new if are_rows_alike(group, query.shape[3], query.dtype, torch.get_num_threads()) else 1
     attended = list[Tensor]()
-    for t in range(num_new):
-        rows = query[:, :, t].view(1, num_kv_heads, group, width)
-        if group == 1:
-            rows = rows.expand(-1, -1, 2, -1)
-        seen = num_before + t + 1
-        out = scaled_dot_product_attention(rows, key[:, :, :seen], value[:, :, :seen], scale=scale)
-        attended.append(out[:, :, :group].reshape(1, 1, num_heads, width))
-    return attended[0] if num_new == 1 else torch.cat(attended, dim=1)
+    begin = 0
+    while begin < num_new:
+        seen = num_before + begin + 1
+        num_keys = -(-seen // BLOCK) * BLOCK
+        end = min(num_new, begin + most, num_keys - num_before)
+        mask = _mask(seen, end - begin, group, num_keys, query.dtype)
+        attended.append(_attend(query[:, :, begin:end], _first(key, num_keys), _first(value, num_keys), mask, scale))
+        begin = end
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D) -> (1, T, H, D). `mask`
+    (1, 1, R, S): of R rows for each head of keys, the first of which are the positions of its heads of queries."""
+    num_heads, num_new, width = query.shape[1:]
+    rows = query.reshape(1, key.shape[1], -1, width)
+    num_rows, num_spare = rows.shape[2], mask.shape[2] - rows.shape[2]
+    if num_spare:
+        rows = pad(rows, (0, 0, 0, num_spare))
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out[:, :, :num_rows].reshape(1, num_heads, num_new, width).transpose(1, 2)
+
+
+def _first(states: Tensor, num_keys: int) -> Tensor:
+    """The first keys or values (1, Hkv, num_keys, D); zeros where there are fewer."""
+    num_missing = num_keys - states.shape[2]
+    return pad(states, (0, 0, 0, num_missing)) if num_missing > 0 else states[:, :, :num_keys]
+
+
+@functools.lru_cache(maxsize=16)
+def _mask(seen: int, num_new: int, group: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask (1, 1, R, num_keys) of `group` heads of new positions, the first of which sees `seen` keys and
+    each of the others one more; rows by fours."""
+    ends = torch.arange(seen, seen + num_new, device="cpu")[:, None]
+    hidden = (torch.arange(num_keys, device="cpu") >= ends).repeat(group, 1)
+    mask = torch.zeros(1, 1, -(-len(hidden) // ROWS) * ROWS, num_keys, dtype=dtype, device="cpu")
+    mask[0, 0, : len(hidden)].masked_fill_(hidden, float("-inf"))
+    return mask
+
+
+@functools.cache
+def are_rows_alike(group: int, width: int, dtype: torch.dtype, num_threads: int) -> bool:
+    """Returns whether the attention of several positions, of `group` heads that share keys, gives each what it gives
+    it alone, by the numbers that are tried, on this processor with as many threads."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, TRIED_KEYS, width, generator=generator, device="cpu").to(dtype)
+    for num_keys in range(BLOCK, TRIED_KEYS + 1, TRIED_KEYS // 8):
+        for num_new in TRIED_NEW:
+            query = torch.randn(1, 2 * group, num_new, width, generator=generator, device="cpu").to(dtype)
+            held = keys[:, :, :num_keys], values[:, :, :num_keys]
+            seen = range(num_keys - num_new + 1, num_keys + 1)
+            alone = [
+                _attend(query[:, :, t : t + 1], *held, _mask(seen[t], 1, group, num_keys, dtype), None)
+                for t in range(num_new)
+            ]
+            together = _attend(query, *held, _mask(seen[0], num_new, group, num_keys, dtype), None)
+            if not torch.equal(torch.cat(alone, dim=1), together):
+                return False
+    return True
 
 
 def attend_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

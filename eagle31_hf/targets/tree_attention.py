@@ -1,6 +1,6 @@
 """Attention functions registered with transformers that replace a target's own during rounds, and otherwise call it:
-`kernels.tree_attention` where a mask of spans is passed (caches in an arena, on a GPU), and attention position by
-position where a round asks for it (on a CPU, in 16 bits).
+`kernels.tree_attention` where a mask of spans is passed (caches in an arena, on a GPU), and attention that
+gives each position what it gives it alone, where a round asks for it (on a CPU, in 16 bits).
 
 B sequences, T query tokens, H heads, D width.
 """
@@ -65,9 +65,9 @@ _users = Users()  # of configs
 
 @contextmanager
 def attention_of_rounds(target: PreTrainedModel) -> Iterator[None]:
-    """A context in which the target's attention takes masks of spans, and runs position by position where a round asks
-    for it; else it is the target's own. Contexts of several threads may overlap: the last one to end puts the target's
-    own back."""
+    """A context in which the target's attention takes masks of spans, and gives each position what it gives it alone
+    where a round asks for it; else it is the target's own. Contexts of several threads may overlap: the last one to end
+    puts the target's own back."""
     config = target.config.get_text_config(decoder=True)
     with _users.lock:
         if config not in _users:

@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 from eagle31_hf import track_acceptance
 from eagle31_hf.cache.adopt import is_adoptable, key_span, settle, slot_cache, slots
 from eagle31_hf.cache.arena import Arena
-from eagle31_hf.cache.layer import HEADROOM, Placement, SlotLayer
+from eagle31_hf.cache.layer import BLOCK, HEADROOM, Placement, SlotLayer
 from eagle31_hf.cache.states import HAS_METHODS, holds_states
 from eagle31_hf.cache.transfer import Mirrored
 
@@ -285,14 +285,14 @@ def test_a_long_text_is_moved_a_number_of_times_that_grows_with_its_logarithm():
 
 
 def test_where_the_end_is_known_memory_is_taken_once():
-    """Nor more of it than will be used."""
+    """Nor more of it than will be used, in whole blocks."""
     layer = SlotLayer(Placement(), limit=200)
     layer.update(*states(1, 3))
     home = address(layer)
     for _ in range(197):
         layer.update(*states(1, 1))
     assert address(layer) == home
-    assert layer.buffers[0].shape[2] == 200
+    assert layer.buffers[0].shape[2] == 200 + -200 % BLOCK
 
 
 @pytest.mark.parametrize("count", [1, 3, 10], ids="{}_at_once".format)

@@ -1,0 +1,77 @@
+"""Attention of few rows on a CPU: what a position gives is the same to the last bit, whatever stands beside it."""
+
+import pytest
+import torch
+from close import assert_close
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from eagle31_hf.targets import rows_attention
+from eagle31_hf.targets.few_rows import in_drafted_call
+from eagle31_hf.targets.rows_attention import BLOCK, are_rows_alike, attend_by_position
+
+SHAPES = [(1, 16), (2, 64), (3, 64), (4, 128), (7, 32)]  # heads that share keys, their width
+
+
+def attend(query: Tensor, held: tuple[Tensor, Tensor], num_before: int) -> Tensor:
+    with in_drafted_call(num_before):
+        return attend_by_position(query, *held, None)
+
+
+def drawn(group: int, width: int, num_new: int, num_keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(num_new + num_keys)
+    query = torch.randn(1, 2 * group, num_new, width, generator=draw)
+    keys, values = torch.randn(2, 1, 2, num_keys, width, generator=draw)
+    return query.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+def one_by_one(query: Tensor, held: tuple[Tensor, Tensor], num_before: int) -> Tensor:
+    """Each position in a round of its own, which the keys after it are not there for."""
+    count = query.shape[2]
+    ends = [num_before + t + 1 for t in range(count)]
+    seen = [(held[0][:, :, :end], held[1][:, :, :end]) for end in ends]
+    alone = [attend(query[:, :, t : t + 1], seen[t], ends[t] - 1) for t in range(count)]
+    return torch.cat(alone, dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "width"), SHAPES)
+def test_a_position_is_the_same_alone_and_beside_others(group, width, dtype):
+    """Across the ends of blocks, too, and where slots after the last position hold anything."""
+    for num_new in (1, 2, 5, 9, 20):
+        for num_before in (0, 3, BLOCK - 4, 2 * BLOCK - 1, 300, 512 - 2, 700):
+            num_slots = num_before + num_new + (17 if num_before % 2 else 200)
+            query, keys, values = drawn(group, width, num_new, num_slots, dtype)
+            together = attend(query, (keys, values), num_before)
+            assert torch.equal(together, one_by_one(query, (keys, values), num_before)), (num_new, num_before)
+
+
+@pytest.mark.parametrize("is_alike", [True, False], ids=["at once", "one by one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "width"), SHAPES)
+def test_it_is_the_attention_of_the_positions_before(group, width, dtype, is_alike, monkeypatch):
+    monkeypatch.setattr(rows_attention, "are_rows_alike", lambda *_: is_alike)
+    for num_new, num_before in ((1, 0), (3, 70), (6, 2 * BLOCK - 3)):
+        num_keys = num_before + num_new
+        query, keys, values = drawn(group, width, num_new, num_keys, dtype)
+        seen = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_before)
+        shared = [states.float().repeat_interleave(group, dim=1) for states in (keys, values)]
+        expected = scaled_dot_product_attention(query.float(), *shared, attn_mask=seen).transpose(1, 2)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        assert_close("attended", attend(query, (keys, values), num_before).float(), expected, tolerance)
+
+
+def test_where_a_kernel_tells_rows_apart_positions_run_one_by_one(monkeypatch):
+    """A kernel whose sums depend on the number of rows is found, and each position is given a call."""
+    own, shapes = rows_attention.scaled_dot_product_attention, list[int]()
+
+    def telling(rows, *args, **kwargs):
+        shapes.append(rows.shape[2])
+        return own(rows, *args, **kwargs) + rows.shape[2]
+
+    monkeypatch.setattr(rows_attention, "scaled_dot_product_attention", telling)
+    monkeypatch.setattr(rows_attention, "are_rows_alike", are_rows_alike.__wrapped__)
+    query, keys, values = drawn(3, 16, 5, 40, torch.bfloat16)
+    together = attend(query, (keys, values), 35)
+    assert set(shapes[-5:]) == {4}
+    assert torch.equal(together, one_by_one(query, (keys, values), 35))
