@@ -63,7 +63,7 @@ BAD = {
     "no such dtype in training": ([*TRAIN, "--dtype", "float99"], "--dtype: invalid choice: 'float99'"),
     "no UTF-8": ([*GENERATE, "ab\udcff"], "prompt: character 3 is no UTF-8"),
     "no prompt": ([*GENERATE, ""], "makes no tokens"),
-    "too long a prompt": ([*GENERATE, "abc" * 50], "prompt: has 150 tokens; expected fewer than 128"),
+    "too long a prompt": ([*GENERATE, "abc" * 50], "the prompt has 150 tokens; expected fewer than 128"),
     "a template that refuses": (
         ["generate", "--target", "refusing", "--drafter", "drafter", "--chat", "abc"],
         "template refused it: no chats",

@@ -178,7 +178,8 @@ class Conversation:
     ) -> Answer:
         """Answers messages, by the target with its drafter or, reading the whole prompt, alone."""
         ids = self.prompt_ids(messages).to(self.target.device)
-        options = {**self.options, "max_new_tokens": self._max_new_tokens(ids), "attention_mask": torch.ones_like(ids)}
+        room = room_for(self.options["max_new_tokens"], ids.shape[1], context_of(self.target))
+        options = {**self.options, "max_new_tokens": room, "attention_mask": torch.ones_like(ids)}
         answer = Answer(dict(self.knobs) if with_drafter else {})
         building = _AnswerBuilder(answer, Detokenizer(self.tokenizer), show, stop)
         try:
@@ -250,17 +251,6 @@ class Conversation:
             said = " ".join(str(error).split())[:300]
             raise ValueError(f"the target's chat template refuses the conversation: {said}") from error
         return torch.tensor([rendered["input_ids"]], dtype=torch.long)
-
-    def _max_new_tokens(self, ids: Tensor) -> int:
-        """Returns how many tokens an answer may have: `max_new_tokens`, or what the target's context leaves. Raises
-        ValueError for no prompt at all, and one that fills the context."""
-        length, context = ids.shape[1], context_of(self.target)
-        if not length:
-            raise ValueError("the words make no tokens; expected text.")
-        room = room_for(self.options["max_new_tokens"], length, context)
-        if not room:
-            raise ValueError(f"the conversation has {length} tokens; the target reads {context}, the answer included.")
-        return room
 
     def record(self) -> dict[str, Any]:
         """Returns the conversation for JSON: its messages, each answer with its pieces, its figures and how it was

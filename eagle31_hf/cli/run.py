@@ -54,13 +54,16 @@ def generate(args: argparse.Namespace) -> int:
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streamer = None if args.json else PrintableStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    new_tokens = _room(target, inputs["input_ids"].shape[1], args.max_new_tokens)
+    length, context = inputs["input_ids"].shape[1], context_of(target)
+    room = room_for(args.max_new_tokens, length, context)
+    if room < args.max_new_tokens:
+        progress(f"at most {room} new tokens: the target reads {context}, and the prompt has {length}")
     with track_acceptance() as stats:
         sequence = target.generate(
-            **inputs.to(args.device), assistant_model=drafter, max_new_tokens=new_tokens, streamer=streamer, **options
+            **inputs.to(args.device), assistant_model=drafter, max_new_tokens=room, streamer=streamer, **options
         )
     if args.json:
-        text = tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        text = tokenizer.decode(sequence[0, length:], skip_special_tokens=True)
         show(args, {"text": text, **stats.as_dict()}, "")
     else:
         print(stats.summary(), file=sys.stderr)
@@ -88,22 +91,6 @@ def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
     if inputs["input_ids"].numel() == 0:
         raise ValueError(f"prompt: {args.prompt[:40]!r} makes no tokens; expected text.")
     return inputs
-
-
-def _room(target: Any, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Returns the number of new tokens that the target's context has room for, at most `max_new_tokens`.
-
-    Raises ValueError for a prompt that fills it.
-    """
-    context = context_of(target)
-    room = room_for(max_new_tokens, prompt_tokens, context)
-    if not room:
-        raise ValueError(
-            f"prompt: has {prompt_tokens} tokens; expected fewer than {context}, which is all the target reads."
-        )
-    if room < max_new_tokens:
-        progress(f"at most {room} new tokens: the target reads {context}, and the prompt has {prompt_tokens}")
-    return room
 
 
 def _show_completion(target, tokenizer, drafter, prompt, max_new_tokens: int) -> None:

@@ -93,16 +93,10 @@ class Limits:
         """Writes to a request's generation config how long its answer may be, and how its prompt is read. Raises
         RequestError for a prompt without tokens, and for one that fills the context."""
         length = inputs["input_ids"].shape[-1]
-        if not length:
-            raise RequestError("the prompt makes no tokens; expected text.")
-        room = room_for(config.max_new_tokens or self.answer, length, self.context)
-        if not room:
-            raise RequestError(
-                f"the prompt has {length} tokens; expected fewer than {self.context}, which is all that the target"
-                " reads, its answer included.",
-                code="context_length_exceeded",
-            )
-        config.max_new_tokens = room
+        try:
+            config.max_new_tokens = room_for(config.max_new_tokens or self.answer, length, self.context)
+        except ValueError as error:
+            raise RequestError(str(error), code="context_length_exceeded" if length else None) from None
         is_text = set(inputs) <= {"input_ids", "attention_mask"}  # images are not read in pieces
         if is_text and self.piece is not None and length > self.piece:
             config.prefill_chunk_size = self.piece

@@ -15,9 +15,17 @@ def context_of(target: PreTrainedModel) -> int | None:
 
 
 def room_for(answer: int, prompt: int, context: int | None) -> int:
-    """Returns how many tokens of an `answer` a context has room for after a `prompt` of so many: 0 where that fills
-    it."""
-    return answer if context is None else max(0, min(answer, context - prompt))
+    """Returns how many tokens of an `answer` a context has room for after a `prompt` of so many. Raises ValueError for
+    a prompt without tokens, and for one that fills the context."""
+    if not prompt:
+        raise ValueError("the prompt makes no tokens; expected text.")
+    room = answer if context is None else min(answer, context - prompt)
+    if room <= 0:
+        raise ValueError(
+            f"the prompt has {prompt} tokens; expected fewer than {context}, which is all that the target reads, its"
+            " answer included."
+        )
+    return room
 
 
 def why_too_long(characters: int, context: int | None) -> str | None:

@@ -155,7 +155,7 @@ def test_a_conversation_that_fills_the_context():
     chat = conversation()
     chat.ask(WORDS, silent, Event())
     before = list(chat.messages)
-    with pytest.raises(ValueError, match=r"has \d+ tokens; the target reads 2048"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens; expected fewer than 2048"):
         chat.ask("x = 1\n" * 3000, silent, Event())
     assert chat.messages == before, "words that could not be answered stay in the conversation"
     words = max(("x = 1\n" * n for n in range(390, 420)), key=lambda words: fits(chat, words))
@@ -166,7 +166,7 @@ def test_a_conversation_that_fills_the_context():
 
 def test_words_without_tokens():
     chat = conversation(template="{# says nothing #}")
-    with pytest.raises(ValueError, match="make no tokens"):
+    with pytest.raises(ValueError, match="makes no tokens"):
         chat.ask("", silent, Event())
 
 

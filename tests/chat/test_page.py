@@ -67,7 +67,7 @@ def test_errors_are_told_and_nothing_is_kept(page):
     chat = page.conversation_of(visitor)
     with pytest.raises(gr.Error, match="nothing has been asked"):
         list(page.compare(visitor))
-    with pytest.raises(gr.Error, match="the target reads 2048"):
+    with pytest.raises(gr.Error, match="expected fewer than 2048"):
         list(page.ask(visitor, "x = 1\n" * 3000, AUTO, 3, 24))
     assert chat.messages == []
     assert list(page.ask(visitor, "  ", AUTO, 3, 24))[-1][3] == "Say something first."

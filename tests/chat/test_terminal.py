@@ -113,7 +113,7 @@ def test_how_drafts_are_made():
         ("/save ~nobody.here/x", "! /save: ~nobody.here/x cannot be written"),
         ("/caf\udce9", "! character 5"),
         ("caf\udce9", "! character 4 of the words is no UTF-8"),
-        ("x = 1\n" * 3000, "the target reads 2048"),
+        ("x = 1\n" * 3000, "expected fewer than 2048"),
     ],
 )
 def test_what_is_refused_and_the_chat_goes_on(line, told):
