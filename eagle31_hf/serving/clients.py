@@ -144,27 +144,24 @@ class GenerationThread(GenerateManager):
 
 
 class _Pieces:
-    """The pieces of a streamed answer, as a queue. The error that ended it is raised where the next piece is asked for:
-    the handlers of transformers' server would write it as text into JSON."""
+    """The pieces of a streamed answer, as a queue; the error that ended it is the last. It is raised where the next
+    piece is asked for: the handlers of transformers' server would write it as text into JSON."""
 
     def __init__(self, queue: asyncio.Queue):
         self._queue = queue
-        self._has_failed = False
 
     async def get(self) -> Any:
         """Returns the next piece, None at the end. Raises AnswerFailedError where there is none."""
-        piece = None if self._has_failed else await self._queue.get()
-        if self._has_failed or isinstance(piece, _StreamError):
+        piece = await self._queue.get()
+        if isinstance(piece, _StreamError):
             raise AnswerFailedError
         return piece
 
     def get_nowait(self) -> Any:
         """Returns the next piece. Raises QueueEmpty where it has not come, or an error has in its place."""
-        if self._has_failed:
-            raise asyncio.QueueEmpty
         piece = self._queue.get_nowait()
         if isinstance(piece, _StreamError):
-            self._has_failed = True
+            self._queue.put_nowait(piece)  # nothing comes after it
             raise asyncio.QueueEmpty
         return piece
 
