@@ -62,22 +62,15 @@ class App:
 
     async def _answer(self, request: Request) -> Response:
         """Answers a request for text. Errors become OpenAI's, of the client's or of the server's kind."""
-        try:
-            fields = await self._fields(request)
-        except RequestError as error:
-            return _error_response(error, current_call())
-        call = current_call()
+        fields = await self._fields(request)
+        call, route = current_call(), request.url.path
         call.seed = fields.pop("seed", None)  # the handlers would set it at once, in the middle of another's answer
-        return await self._generated(request.url.path, fields, call)
-
-    async def _generated(self, route: str, fields: dict[str, Any], call: Call) -> Response:
-        has_mark = route != "/v1/responses"  # whose events say which of them is the last
         try:
             response = await self.handlers[route](fields, str(uuid4()))
         except Exception as error:
-            return _error_response(error, call)
-        if isinstance(response, StreamingResponse):
-            response.body_iterator = _ended(response.body_iterator, call, has_mark)
+            return await _error_response(request, error)
+        if isinstance(response, StreamingResponse):  # events of responses say which of them is the last
+            response.body_iterator = _ended(response.body_iterator, call, has_mark=route != "/v1/responses")
         return response
 
     async def _fields(self, request: Request) -> dict[str, Any]:
@@ -93,10 +86,7 @@ class App:
 
     async def _load_model(self, request: Request) -> Response:
         """Says that the model is loaded, as `transformers chat` asks before it begins. Nothing is loaded here."""
-        try:
-            await self._fields(request)
-        except RequestError as error:
-            return _error_response(error, current_call())
+        await self._fields(request)
         event = {"status": "ready", "model": self.served.model, "cached": True}
         return PlainTextResponse(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
 
@@ -113,11 +103,11 @@ class App:
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
-def _error_response(error: Exception, call: Call) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     """Returns the answer to a request that ended by an error."""
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=GONE)
-    status, text = _status_and_body(error, call)
+    status, text = _status_and_body(error, current_call())
     return Response(text, status, media_type="application/json")
 
 
@@ -171,13 +161,13 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
     return Response(error_json(message, INVALID), 405, media_type="application/json")
 
 
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=GONE)
-
-
 async def _failed(request: Request, error: Exception) -> Response:
     """Answers a request at which the server itself has a defect; the traceback is in the log."""
     return Response(error_json(type(error).__name__, FAILED), 500, media_type="application/json")
 
 
-HANDLERS: dict[Any, Any] = {405: _wrong_method, ClientDisconnect: _client_gone, 500: _failed}
+HANDLERS: dict[Any, Any] = {
+    405: _wrong_method,
+    500: _failed,
+    **dict.fromkeys((RequestError, ClientDisconnect), _error_response),
+}
