@@ -17,11 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
+from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import context_of, room_for, why_too_long
 from ..targets.pieces import checking_forwards
 from .detokenizer import Detokenizer
+
+MIN_NODES, MAX_NODES = 2, 64  # of a tree that a user of a chat chooses
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,14 @@ def check_text(words: str) -> None:
         words.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"character {error.start + 1} of the words is no UTF-8; expected text in UTF-8.") from None
+
+
+def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments for trees of that depth and of so many nodes, the root included. How many children a node
+    has is kept from `begun`, the arguments of the command line, where these draft trees."""
+    top_k = begun.get("draft_tree_top_k")
+    is_tree = isinstance(top_k, int) and top_k > 1
+    return Shape(depth, top_k if is_tree else TREE_SHAPE.top_k, nodes).knobs
 
 
 class _AnswerBuilder:

@@ -20,8 +20,7 @@ from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate
 from ..web.listener import Listener
-from .conversation import Answer, Conversation, Figures, Piece, Show
-from .drafting import MAX_NODES, MIN_NODES, trees
+from .conversation import MAX_NODES, MIN_NODES, Answer, Conversation, Figures, Piece, Show, trees
 from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own

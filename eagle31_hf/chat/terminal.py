@@ -11,8 +11,7 @@ from typing import Any
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
 from ..generation.planning.calibration import MAX_DEPTH
-from .conversation import Answer, Conversation, Show, check_text
-from .drafting import MAX_NODES, MIN_NODES, trees
+from .conversation import MAX_NODES, MIN_NODES, Answer, Conversation, Show, check_text, trees
 from .screen import Screen
 
 

@@ -17,8 +17,8 @@ from ..printable import printable
 from ..web.gate import error_json
 from .body import Served, checked, parsed
 from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, ServerStoppingError, current_call
+from .fields import RequestError
 from .metrics import CONTENT_TYPE, Metrics
-from .request_error import RequestError
 
 logger = logging.get_logger(__name__)
 # A handler of transformers' server. It takes the fields of a request and its id, and returns the answer.

@@ -8,13 +8,12 @@ from typing import Any
 
 from ..json_file import levels, parse_value
 from ..targets.context import why_too_long
-from .fields import FIELDS, GENERATION, IGNORED, LONGEST_OPTION, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, is_number
-from .images import MOST_IMAGES
-from .messages import checked_input, checked_messages, checked_tools, images
-from .request_error import RequestError, shown
+from .fields import FIELDS, GENERATION, IGNORED, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, RequestError, is_number, shown
+from .messages import MOST_IMAGES, checked_input, checked_messages, checked_tools, images
 
 MOST_VALUES = 200_000
 MOST_DEPTH = 64
+LONGEST_OPTION = 10_000  # characters of a variable of the chat template
 LEAST_TEMPERATURE = 1e-3  # a lower one is greedy: logits would overflow
 NO_MODEL = "dummy"  # what huggingface_hub's client sends for a server that serves one model
 SURROGATE = re.compile("[\ud800-\udfff]")

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria
 from transformers.cli.serving.utils import GenerateManager, _StreamError
 
 from ..targets.context import room_for
-from .request_error import RequestError
+from .fields import RequestError
 
 
 @dataclass

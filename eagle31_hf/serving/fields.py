@@ -9,7 +9,22 @@ from typing import Any
 MOST_ITEMS = 10_000  # of a list or an object
 MOST_STOPS, LONGEST_STOP = 16, 100  # stop strings are compared with every token of the vocabulary beforehand
 MOST_BEAMS = 16
-LONGEST_OPTION = 10_000  # characters of a variable of the chat template
+
+
+class RequestError(ValueError):
+    """Raised where a request is at fault, not the server: it is answered by status 400. `param`: the field, `code`: as
+    in OpenAI's API, where there is one for it."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of a client's value, escaped so that it is safe to print."""
+    text = ascii(value[:20] if isinstance(value, list) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)

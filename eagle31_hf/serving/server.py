@@ -163,7 +163,7 @@ class DraftingServer(Serve):
             [self.server.config.host, *access.hosts],
             lambda method, path: path in ROUTES,
             key=access.key,
-            needs_key=lambda path: path not in FREE,
+            free=FREE,
             any_origin=access.any_origin,
         )
         if not access.any_origin:

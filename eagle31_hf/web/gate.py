@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..json_file import show
+
 MAX_BODY = 16 * 2**20  # bytes
 MOST_INSIDE = 512  # requests at once
 HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{1,5})?")
@@ -45,8 +47,8 @@ class Gate:
 
     `hosts`: the names that requests may be sent to, besides IP addresses, `localhost` and this machine's own name.
     `has_route` says whether there is a path with a method. `key`: what requests must bring as `Authorization: Bearer
-    KEY`, None: nothing; `needs_key` says of a path whether it is only for those who have it. `any_origin`: pages of any
-    origin may ask. `headers` stand on every answer.
+    KEY`, None: nothing; `free`: paths that need none. `any_origin`: pages of any origin may ask. `headers` stand on
+    every answer.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Gate:
         has_route: Callable[[str, str], bool],
         *,
         key: str | None = None,
-        needs_key: Callable[[str], bool] = lambda path: True,
+        free: Iterable[str] = (),
         any_origin: bool = False,
         headers: Iterable[tuple[bytes, bytes]] = (),
     ):
@@ -64,7 +66,7 @@ class Gate:
         self.hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self.has_route = has_route
         self.key = key
-        self.needs_key = needs_key
+        self.free = {*free}
         self.any_origin = any_origin
         self.headers = [NO_SNIFFING, *headers]
         self._num_inside = 0
@@ -95,14 +97,14 @@ class Gate:
             given[name.lower()] = value.decode("latin-1")
         host, origin = given.get(b"host", ""), given.get(b"origin")
         if not self._is_allowed_host(host):
-            message = f"Host is {_shown(host)}; expected a name or an address of this server (--allowed-host)."
+            message = f"Host is {show(host)}; expected a name or an address of this server (--allowed-host)."
             return Refusal(403, "host_not_allowed", message)
         if origin is not None and not self.any_origin and not _is_same(origin, host):
-            message = f"a page of {_shown(origin)} asks; expected one of this server. Is a proxy to pass Host on?"
+            message = f"a page of {show(origin)} asks; expected one of this server. Is a proxy to pass Host on?"
             return Refusal(403, "origin_not_allowed", message)
         if not self.has_route(scope["method"], scope["path"]):
-            return Refusal(404, "not_found", f"there is no {_shown(scope['path'])} for {_shown(scope['method'])}.")
-        if self.key is not None and self.needs_key(scope["path"]) and not _has_key(given, self.key):
+            return Refusal(404, "not_found", f"there is no {show(scope['path'])} for {show(scope['method'])}.")
+        if self.key is not None and scope["path"] not in self.free and not _has_key(given, self.key):
             return Refusal(401, "invalid_api_key", "expected the key of this server: Authorization: Bearer KEY.")
         if self._num_inside >= MOST_INSIDE:
             return Refusal(503, "busy", f"{MOST_INSIDE} requests wait already.", "server_error")
@@ -185,7 +187,3 @@ def _has_key(headers: dict[bytes, str], key: str) -> bool:
 
 def _is_too_long(length: str) -> bool:
     return length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY  # int() refuses thousands of digits
-
-
-def _shown(value: Any) -> str:
-    return ascii(value)[:100]

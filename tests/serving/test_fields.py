@@ -19,9 +19,8 @@ httpx = pytest.importorskip("httpx")
 from eagle31_hf.serving.app import _status_and_body  # noqa: E402 -- behind the check that the extra is there
 from eagle31_hf.serving.body import Served, checked  # noqa: E402
 from eagle31_hf.serving.clients import Call, Limits  # noqa: E402
-from eagle31_hf.serving.images import check_image  # noqa: E402
-from eagle31_hf.serving.messages import checked_messages  # noqa: E402
-from eagle31_hf.serving.request_error import RequestError  # noqa: E402
+from eagle31_hf.serving.fields import RequestError  # noqa: E402
+from eagle31_hf.serving.messages import check_image, checked_messages  # noqa: E402
 from eagle31_hf.serving.server import DraftingServer, template_options  # noqa: E402
 
 MOST = 16 * (10 + 4096)  # characters, for a context of 10 tokens
