@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.utils.import_utils import is_serve_available
 
-from ..cache.prefix_cache import PrefixCache
+from ..cache.prefix_cache import MOST_TOKENS, PrefixCache
 from ..chat.conversation import Conversation
 from ..targets.pieces import piece_of
 from ..web.address import check_address, is_of_this_machine
@@ -130,11 +130,6 @@ def warn_if_reachable(host: str, remedy: str) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     add_pair(parser)
     add_prefix_cache(parser)
-    add_answers(parser)
-
-
-def add_answers(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how to answer."""
     parser.add_argument("--system", type=words, help="a system prompt")
     add_option(parser, "--max-new-tokens", positive, 512, "tokens of an answer at most")
     parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
@@ -159,9 +154,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_app(parser: argparse.ArgumentParser) -> None:
-    add_pair(parser)
-    add_prefix_cache(parser)
-    add_answers(parser)
+    add_chat(parser)
     add_address(parser, PAGE_PORT)
 
 
@@ -171,7 +164,7 @@ def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
         "keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only what"
         " is new; 0: keep none"
     )
-    add_option(parser, "--prefix-cache-tokens", count, 16_384, what, metavar="N")
+    add_option(parser, "--prefix-cache-tokens", count, MOST_TOKENS, what, metavar="N")
 
 
 def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
