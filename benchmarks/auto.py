@@ -2,7 +2,7 @@
 demo pair."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle31_hf import demo
-from eagle31_hf.bench import AUTO_SHAPE, Shape, measure
+from eagle31_hf.bench import AUTO_SHAPE, Shape
+from eagle31_hf.cli.run import measure
 from eagle31_hf.modeling import Eagle31DrafterModel
 
 FIXED = (
@@ -59,21 +60,18 @@ def prompts_by_kind(tokenizer: Any, code: list[Tensor], count: int, length: int 
 
 def measure_auto(
     target: PreTrainedModel,
+    tokenizer: Any,
     drafter: Eagle31DrafterModel,
     prompts_of: dict[str, list[Tensor]],
     max_new_tokens: int = 96,
     rounds: int = 2,
-    progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """-> by kind of prompt what `measure` returns, the `best` fixed setting, and auto's tokens a second over its and
     over the target's."""
     drafters, kinds = {"eagle31": drafter}, {}
     for kind, prompts in prompts_of.items():
-
-        def tell(message: str, kind: str = kind) -> None:
-            progress(f"{kind}, {message}")
-
-        result = measure(target, drafters, prompts * rounds, [*FIXED, AUTO_SHAPE], max_new_tokens, tell)
+        progress(kind)
+        result = measure(target, tokenizer, drafters, prompts * rounds, [*FIXED, AUTO_SHAPE], max_new_tokens)
         *fixed, auto = result["runs"]
         best = max(fixed, key=lambda run: run["tokens_per_second"])
         over_best = auto["tokens_per_second"] / best["tokens_per_second"]
@@ -84,7 +82,7 @@ def measure_auto(
 def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     target, tokenizer = demo.load_target()
     prompts = prompts_by_kind(tokenizer, demo.prompts(tokenizer, 6), 6)
-    result = measure_auto(target, demo.load_drafter("eagle31"), prompts, rounds=args.rounds, progress=progress)
+    result = measure_auto(target, tokenizer, demo.load_drafter("eagle31"), prompts, rounds=args.rounds)
     lines = []
     for kind, figures in result.items():
         lines += [

@@ -1,10 +1,8 @@
-"""Speed and acceptance of drafters, always beside the target alone and within one run: machines are shared and
-noisy."""
+"""Ways to draft, and what their figures need: waiting for a device, the parts of a call, hardware and versions."""
 
 import os
 import platform
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .acceptance import AcceptanceStats, track_acceptance
+from .acceptance import track_acceptance
 from .checkpoints.knobs import AUTO_KNOBS
 from .generation.planning.calibration import MAX_DEPTH
 from .modeling import Eagle31DrafterModel
@@ -79,119 +77,30 @@ AUTO_SHAPE = Shape(MAX_DEPTH, is_auto=True)
 TREE_SHAPE = Shape(7, top_k=4, total_tokens=24)  # the tree where nothing else is chosen
 
 
-class Contestant:
-    """One way to decode: the target alone, or with a drafter in a shape. Collects its own figures, prompt by prompt."""
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        name: str = "target",
-        drafter: Eagle31DrafterModel | None = None,
-        shape: Shape = Shape(0),
-    ):
-        self.target = target
-        self.name = name
-        self.drafter = drafter
-        self.shape = shape
-        self.seconds = 0.0
-        self.tokens = 0
-        self.identical = True
-        self.stats, self.profile = AcceptanceStats(), dict[str, float]()
-
-    def generate(self, prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, float]:
-        """Greedily, a prompt (1, L) -> the sequence and the seconds it took."""
-        options: dict[str, Any] = {}
-        if self.drafter is not None:
-            options = {"assistant_model": self.drafter, **self.shape.measured_knobs}
-        mask = torch.ones_like(prompt)
-        synchronize(self.target.device)
-        began = time.perf_counter()
-        sequence = self.target.generate(
-            prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **options
-        )
-        synchronize(self.target.device)
-        return sequence, time.perf_counter() - began
-
-    def run(self, prompt: Tensor, max_new_tokens: int) -> Tensor:
-        with track_acceptance(self.stats):
-            sequence, seconds = self.generate(prompt, max_new_tokens)
-        self.seconds += seconds
-        self.tokens += sequence.shape[1] - prompt.shape[1]
-        return sequence
-
-    def run_profiled(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """Decodes a prompt and notes where the seconds go; clocks on the models' forwards make a GPU wait, so `run`
-        has none."""
-        target, drafter = ForwardClock(self.target), ForwardClock(self.drafter)
-        with target.running(), drafter.running(), track_acceptance() as stats:
-            _, seconds = self.generate(prompt, max_new_tokens)
-        phases = stats.seconds
-        self.profile = {
-            "target forwards": target.seconds,
-            "drafter forwards": drafter.seconds,
-            "drafting, the rest": phases["draft"] - drafter.seconds,
-            "verification, the rest": phases["prefill"] + phases["verify"] - target.seconds,
-            "acceptance and caches": phases["accept"],
-            "generate() before and after": seconds - sum(phases.values()),
-        }
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def overhead(self) -> float:
-        """Share of a generate() call's wall time outside the two models' forwards."""
-        return 1 - (self.profile["target forwards"] + self.profile["drafter forwards"]) / sum(self.profile.values())
-
-
-def measure(
-    target: PreTrainedModel,
-    drafters: dict[str, Eagle31DrafterModel],
-    prompts: list[Tensor],
-    shapes: list[Shape],
-    max_new_tokens: int,
-    progress: Callable[[str], None] = lambda message: None,
+def profile(
+    target: PreTrainedModel, drafter: Eagle31DrafterModel, shape: Shape, prompt: Tensor, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Decodes every prompt by the target alone and by every drafter in every shape, in turn -> the object `eagle31 demo
-    --json` prints, with a `profile` (seconds by part, one call) added to each run."""
-    alone = Contestant(target)
-    contestants = [Contestant(target, name, drafter, shape) for name, drafter in drafters.items() for shape in shapes]
-    for contestant in (alone, *contestants):
-        contestant.generate(prompts[0], 8)  # warm up
-    for i, prompt in enumerate(prompts):
-        progress(f"prompt {i + 1} of {len(prompts)}")
-        expected = alone.run(prompt, max_new_tokens)
-        for contestant in contestants:
-            contestant.identical &= torch.equal(contestant.run(prompt, max_new_tokens), expected)
-    progress("profile")
-    for contestant in contestants:
-        contestant.run_profiled(prompts[0], max_new_tokens)
-    return {
-        "target": {"tokens_per_second": alone.tokens_per_second},
-        "runs": [_figures(contestant, alone) for contestant in contestants],
-        "environment": environment(target, prompts=len(prompts), max_new_tokens=max_new_tokens),
+    """Decodes a prompt (1, L) greedily. Returns its `profile`, the seconds by part, and `overhead`, the share of them
+    outside the two models' forwards. Clocks on these make a GPU wait, so that no speed is measured by it."""
+    of_target, of_drafter = ForwardClock(target), ForwardClock(drafter)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens, "do_sample": False}
+    generate: Any = target.generate
+    with of_target.running(), of_drafter.running(), track_acceptance() as stats:
+        synchronize(target.device)
+        began = time.perf_counter()
+        generate(prompt, assistant_model=drafter, **options, **shape.measured_knobs)
+        synchronize(target.device)
+        seconds = time.perf_counter() - began
+    phases = stats.seconds
+    parts = {
+        "target forwards": of_target.seconds,
+        "drafter forwards": of_drafter.seconds,
+        "drafting, the rest": phases["draft"] - of_drafter.seconds,
+        "verification, the rest": phases["prefill"] + phases["verify"] - of_target.seconds,
+        "acceptance and caches": phases["accept"],
+        "generate() before and after": seconds - sum(phases.values()),
     }
-
-
-def _figures(contestant: Contestant, alone: Contestant) -> dict[str, Any]:
-    stats = contestant.stats
-    return {
-        "drafter": contestant.name,
-        "depth": contestant.shape.depth,
-        "tree": contestant.shape.top_k > 1,
-        "auto": contestant.shape.is_auto,
-        "name": contestant.shape.name,
-        "shape": contestant.shape.knobs,
-        "tokens_per_second": contestant.tokens_per_second,
-        "speedup": contestant.tokens_per_second / alone.tokens_per_second,
-        "mean_accepted_length": stats.mean_accepted_length,
-        "accepted_per_position": stats.accepted_per_position,
-        "drafted_per_position": stats.drafted_per_position,
-        "identical": contestant.identical,
-        "overhead": contestant.overhead,
-        "profile": contestant.profile,
-    }
+    return {"profile": parts, "overhead": 1 - (of_target.seconds + of_drafter.seconds) / seconds}
 
 
 def environment(target: PreTrainedModel, **sizes: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The text of captured rounds beside that of plain generate: tiny random models in fp32, and the demo pair."""
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from eagle31_hf.acceptance import track_acceptance
-from eagle31_hf.bench import Contestant, Shape
+from eagle31_hf.bench import Shape, synchronize
 from eagle31_hf.configuration import Eagle31Config
 from eagle31_hf.generation.captured.kept import release
 from eagle31_hf.generation.captured.seam import Seam, Uncaptured, seams
@@ -168,31 +169,45 @@ def demo(run: Run) -> Iterator[Task]:
     prompts = [prompt.to(run.device) for prompt in prompts[: run.sizes.demo_prompts]]
     for dtype in (torch.float32, torch.bfloat16) if run.is_gpu else (torch.float32,):
         target.to(dtype)  # type: ignore[arg-type]
-        alone = Contestant(target)
-        for prompt in prompts[:1]:
-            alone.generate(prompt, 8)
-        expected = [alone.run(prompt, run.sizes.demo_tokens) for prompt in prompts]
-        figures = {"tokens_per_second": alone.tokens_per_second, "dtype": str(dtype)}
-        yield f"demo, {dtype}, the target alone", figures.copy
+        _demo_texts(target, prompts[:1], 8)
+        expected, speed = _demo_texts(target, prompts, run.sizes.demo_tokens)
+        yield f"demo, {dtype}, the target alone", {"tokens_per_second": speed, "dtype": str(dtype)}.copy
         for name, drafter in drafters.items():
             drafter.to(dtype)  # type: ignore[arg-type]
             for shape in DEMO_SHAPES:
-                contestant = Contestant(target, name, drafter, shape)
-                yield f"demo, {dtype}, {name}, {shape.name}", partial(_demo_row, run, contestant, prompts, expected)
+                options = {"assistant_model": drafter, **shape.measured_knobs}
+                row = partial(_demo_row, run, target, options, prompts, expected)
+                yield f"demo, {dtype}, {name}, {shape.name}", row
 
 
-def _demo_row(run: Run, contestant: Contestant, prompts: list[Tensor], expected: list[Tensor]) -> Row:
+def _demo_row(
+    run: Run, target: PreTrainedModel, options: dict[str, Any], prompts: list[Tensor], expected: list[Tensor]
+) -> Row:
     seam = Marked(run.seam(), run.device)
     with seams(lambda device: seam):
-        contestant.generate(prompts[0], run.sizes.demo_tokens)
+        _demo_texts(target, prompts[:1], run.sizes.demo_tokens, **options)
         seam.spans.clear()
-        texts = [contestant.run(prompt, run.sizes.demo_tokens) for prompt in prompts]
-    stats = contestant.stats
+        with track_acceptance() as stats:
+            texts, speed = _demo_texts(target, prompts, run.sizes.demo_tokens, **options)
     return {
         "equal": all(map(torch.equal, texts, expected)),
-        "tokens_per_second": contestant.tokens_per_second,
+        "tokens_per_second": speed,
         "mean_accepted_length": stats.mean_accepted_length,
         "acceptance_rates": stats.acceptance_rates,
         "executions": dict(stats.executions),
         "seconds_to_capture": seam.capture_seconds,
     }
+
+
+def _demo_texts(
+    target: PreTrainedModel, prompts: list[Tensor], max_new_tokens: int, **options: Any
+) -> tuple[list[Tensor], float]:
+    """Decodes prompts (1, L) greedily: their texts, and tokens a second."""
+    options |= {"max_new_tokens": max_new_tokens, "do_sample": False}
+    generate: Any = target.generate
+    synchronize(target.device)
+    began = time.perf_counter()
+    texts = [generate(prompt, attention_mask=torch.ones_like(prompt), **options) for prompt in prompts]
+    synchronize(target.device)
+    seconds = time.perf_counter() - began
+    return texts, sum(text.shape[1] - prompt.shape[1] for text, prompt in zip(texts, prompts, strict=True)) / seconds

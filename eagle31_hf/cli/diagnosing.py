@@ -19,7 +19,7 @@ from ..reports.drift_report import drift_report
 from ..reports.drift_study import DriftStudy, default_lengths
 from ..reports.journal import Journal, check_folder, open_journal
 from ..reports.plots import check_installed
-from ..reports.prompts import NAMED_SETS, Prompts, Renderer
+from ..reports.prompts import NAMED_SETS, Prompts, Renderer, read_sources
 from ..reports.rivals import RIVALS
 from ..reports.text import terminal
 from ..reports.writing import write_report
@@ -167,9 +167,8 @@ def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> Prompts
     renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
     context = context_of(target)
     room = LARGEST if context is None else context
-    prompts = Prompts(
-        args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, split=args.split, report=progress
-    )
+    sources = read_sources(args.prompts, args.split)
+    prompts = Prompts(args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, sources, progress)
     for reason, count in prompts.skips.taken().items():
         progress(f"left out {count:,}: {reason}")
     return prompts

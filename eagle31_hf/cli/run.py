@@ -2,21 +2,29 @@
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TextStreamer
 
 from .. import demo as pair
 from ..acceptance import by_position, track_acceptance
-from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, measure
+from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment, profile
 from ..printable import printable
+from ..reports.acceptance_report import same_texts
+from ..reports.acceptance_study import TARGET_ALONE, AcceptanceStudy, Decoded, Settings
 from ..reports.document import Column, Table
+from ..reports.figures import accepted_length, speedup, tokens_per_second
+from ..reports.journal import Journal
+from ..reports.prompts import Prompts, Renderer, Source
 from ..reports.text import aligned
 from ..targets.context import context_of, room_for
 from ..training.skipped import refused_by
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, sampling_options
-from .parsing import add_device, add_json, add_option, positive, progress, seed, show, temperature, words
+from .parsing import LARGEST, add_device, add_json, add_option, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
 
@@ -34,13 +42,62 @@ def demo(args: argparse.Namespace) -> int:
     progress("loading the demo pair")
     target, tokenizer = pair.load_target(args.device)
     drafters = {name: pair.load_drafter(name, args.device) for name in pair.DRAFTERS}
-    prompts = [prompt.to(args.device) for prompt in pair.prompts(tokenizer, args.prompts)]
+    texts = pair.prompts(tokenizer, args.prompts)
     if not args.json:
-        _show_completion(target, tokenizer, drafters["eagle31"], prompts[0], args.max_new_tokens)
-    shapes = [*(Shape(depth) for depth in DEPTHS), TREE_SHAPE, AUTO_SHAPE]
-    result = measure(target, drafters, prompts, shapes, args.max_new_tokens, progress)
+        _show_completion(target, tokenizer, drafters["eagle31"], texts[0].to(args.device), args.max_new_tokens)
+    ways = [*(Shape(depth) for depth in DEPTHS), TREE_SHAPE, AUTO_SHAPE]
+    result = measure(target, tokenizer, drafters, texts, ways, args.max_new_tokens)
     show(args, result, "" if args.json else _table(result, args.profile))
     return 0 if all(run["identical"] for run in result["runs"]) else 1
+
+
+def measure(
+    target: Any,
+    tokenizer: Any,
+    drafters: Mapping[str, Any],
+    texts: Sequence[Tensor],
+    ways: Sequence[Shape],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Decodes prompts (1, L) by the target alone and by every drafter in every way, in turn. Returns what `--json`
+    prints: of each run its `profile`, too, the seconds of one call by part."""
+    renderer = Renderer(tokenizer, LARGEST, len(tokenizer), {})
+    sources = enumerate(Source(ids=text[0]) for text in texts)
+    prompts = Prompts("the demo", renderer, len(texts), LARGEST, max_new_tokens, sources)
+    settings = Settings(tuple(ways), ways[0], max_new_tokens, has_perturbations=False)
+    [served] = AcceptanceStudy(target, prompts, Journal(None, {}), settings, drafters).measure().values()
+    first = texts[0].to(target.device)
+    runs = [
+        _figures(served, label, way) | profile(target, drafter, way, first, max_new_tokens)
+        for label, drafter in drafters.items()
+        for way in ways
+    ]
+    return {
+        "target": {"tokens_per_second": tokens_per_second(served.rows[TARGET_ALONE]).value},
+        "runs": runs,
+        "environment": environment(target, prompts=len(texts), max_new_tokens=max_new_tokens),
+    }
+
+
+def _figures(served: Decoded, label: str, way: Shape) -> dict[str, Any]:
+    rows, alone = served.rows[label, way.name], served.rows[TARGET_ALONE]
+    counts = {
+        f"{name}_per_position": [sum(column) for column in zip_longest(*(row[name] for row in rows), fillvalue=0)]
+        for name in ("accepted", "drafted")
+    }
+    return {
+        "drafter": label,
+        "depth": way.depth,
+        "tree": way.top_k > 1,
+        "auto": way.is_auto,
+        "name": way.name,
+        "shape": way.knobs,
+        "tokens_per_second": tokens_per_second(rows).value,
+        "speedup": speedup(rows, alone).value,
+        "mean_accepted_length": accepted_length(rows).value or 0.0,
+        **counts,
+        "identical": same_texts(rows, alone) == len(rows),
+    }
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -193,8 +193,9 @@ class Renderer:
 class Prompts:
     """The prompts of a report, at most `limit` of them, that leave room for an answer; `skips` counts the others.
 
-    `sources` and `ids` have an entry for each; `room`: the tokens at most of prompt and answer together, `answer` those
-    of the answer. Raises ValueError where no prompt is left.
+    They are of the sources that are given, by default of what the name stands for. `sources` and `ids` have an entry
+    for each; `room`: the tokens at most of prompt and answer together, `answer` those of the answer. Raises ValueError
+    where no prompt is left.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Prompts:
         limit: int,
         room: int,
         answer: int,
-        split: str | None = None,
+        sources: Iterable[tuple[int, Source | Skipped]] | None = None,
         report: Any = None,
     ):
         self.name = name
@@ -213,7 +214,7 @@ class Prompts:
         self.answer = answer
         self.sources, self.ids = list[Source](), list[Tensor]()
         self.skips = Skips(lambda number: f"{name}, prompt {number + 1}", report)
-        for number, source in read_sources(name, split):
+        for number, source in read_sources(name) if sources is None else sources:
             if len(self.sources) == limit:
                 break
             try:
