@@ -3,7 +3,6 @@
 import errno
 import ipaddress
 import socket
-from typing import Any
 
 
 def check_address(host: str, port: int) -> None:
@@ -13,14 +12,14 @@ def check_address(host: str, port: int) -> None:
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Returns sockets that are bound to an address. A name may stand for several, as localhost for 127.0.0.1 and ::1:
+    """Returns sockets that listen at an address. A name may stand for several, as localhost for 127.0.0.1 and ::1:
     those of other machines are left out, as ::1 where IPv6 is off. Raises ValueError where one is taken, or none is
     this machine's."""
     sockets, errors = list[socket.socket](), list[OSError]()
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
-                sockets.append(_bound(family, kind, protocol, address))
+                sockets.append(socket.create_server(address, family=family))
             except OSError as error:
                 errors.append(error)
         taken = [error for error in errors if error.errno == errno.EADDRINUSE]
@@ -29,25 +28,12 @@ def bound(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for made in sockets:
             made.close()
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # behind it the address stands once more
         raise ValueError(
-            f"--host {host} --port {port}: nothing can be served there ({error.strerror or error}); expected an address"
+            f"--host {host} --port {port}: nothing can be served there ({reason}); expected an address"
             " of this machine and a free port."
         ) from None
     return sockets
-
-
-def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
-    """Returns a socket that is bound to one address. Raises OSError where it cannot be."""
-    made = socket.socket(family, kind, protocol)
-    try:
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-    except OSError:
-        made.close()
-        raise
-    return made
 
 
 def url_of(host: str, port: int) -> str:
