@@ -31,6 +31,7 @@ from eagle31_hf.reports.document import Generation
 from eagle31_hf.reports.figures import Row
 from eagle31_hf.reports.journal import counted, place
 from eagle31_hf.storage.fingerprints import digest
+from eagle31_hf.training.answers import stop_ids
 from eagle31_hf.training.engines import sampling_of
 
 VERSION = "0.32"  # the first that tells what each round accepted
@@ -148,7 +149,7 @@ class VllmStudy(AcceptanceStudy):
                 "max_new_tokens": max_new_tokens,
                 "sampling": sampling_of(dict(condition.options), self.target.generation_config),
                 "seed": number,
-                "ends": sorted(self._ends()),
+                "ends": stop_ids(self.target, None),
             }
         )
 

@@ -5,7 +5,7 @@ Speed is measured prompt by prompt, the target alone and every way in turn: mach
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from ..bench import Shape, synchronize
 from ..diagnostics.acceptance import counts_of
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
+from ..training.answers import stop_ids
 from ..training.kinds import Chat
 from ..training.skipped import Skipped
 from .document import Generation
@@ -213,22 +214,18 @@ class AcceptanceStudy(Study):
             new = self._new_tokens(generate, batch, count, **condition.options)
             synchronize(self.target.device)
             seconds = time.perf_counter() - began
-        ids = [_through_end(row, self._ends()) for row in new.tolist()]
+        ids = [_through_end(row, stop_ids(self.target, None)) for row in new.tolist()]
         return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
 
     def _new_tokens(self, generate: Generate, batch: Batch, max_new_tokens: int, **options: Any) -> Tensor:
         """Returns the new tokens (B, N) that a function makes of the ids of a batch, padded in front."""
         pad = self.target.generation_config.pad_token_id
-        pad = min(self._ends(), default=0) if pad is None else pad
+        pad = min(stop_ids(self.target, None), default=0) if pad is None else pad
         ids = pad_sequence(batch, batch_first=True, padding_value=pad, padding_side="left")
         mask = pad_sequence([torch.ones_like(one) for one in batch], batch_first=True, padding_side="left")
         device = self.target.device
         settings = {"do_sample": False, "pad_token_id": pad, "max_new_tokens": max_new_tokens, **options}
         return generate(ids.to(device), attention_mask=mask.to(device), **settings)[:, ids.shape[1] :]
-
-    def _ends(self) -> set[int]:
-        ends = self.target.generation_config.eos_token_id
-        return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}
 
 
 def row_of(ids: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
@@ -252,7 +249,7 @@ def end_of(prompt: str) -> str:
     return prompt if len(prompt) <= PROMPT_END else f"...{prompt[-PROMPT_END:]}"
 
 
-def _through_end(ids: list[int], ends: set[int]) -> list[int]:
+def _through_end(ids: list[int], ends: Collection[int]) -> list[int]:
     """Returns ids up to the one that ends the text; after it there is padding."""
     end = next((k + 1 for k, token in enumerate(ids) if token in ends), len(ids))
     return ids[:end]
