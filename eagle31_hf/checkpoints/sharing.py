@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,23 +45,19 @@ def folder_lock(folder: Path, required: bool = True) -> Iterator[None]:
         yield
         return
     path = folder / LOCK
-    try:
-        descriptor = _taken(path)
-    except OSError as error:
-        if required:
-            raise
-        logger.warning("%s Going on without a lock.", error)
-        yield
-        return
-    held.add(identity)
-    try:
-        yield
-    finally:
-        held.discard(identity)
+    with ExitStack() as stack:
         try:
-            path.unlink(missing_ok=True)
-        finally:
-            _release(descriptor)
+            while not stack.enter_context(_locked(path)):
+                stack.close()
+        except OSError as error:
+            if required:
+                raise
+            logger.warning("%s Going on without a lock.", error)
+        else:
+            held.add(identity)
+            stack.callback(path.unlink, missing_ok=True)
+            stack.callback(held.discard, identity)
+        yield
 
 
 def try_lock(descriptor: int) -> bool:
@@ -78,30 +74,10 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def _taken(path: Path) -> int:
-    """Returns the descriptor of the lock file at `path`, once this process holds its lock and others still find it
-    there."""
-    while True:
-        descriptor = _locked(path)
-        try:
-            if _is_in_place(descriptor, path):
-                return descriptor
-        except BaseException:
-            _release(descriptor)
-            raise
-        _release(descriptor)
-
-
-def _release(descriptor: int) -> None:
-    try:
-        # closing is not enough: a child forked meanwhile has the descriptor, too
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int:
-    """Opens the lock file, made if need be, waits for its lock, and returns the descriptor that holds it."""
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Waits for the lock of the file at `path`, made if need be, and holds it. Yields whether others still find that
+    file there."""
     remedy = "Name a destination: a new folder needs no lock."
     if fcntl is None:
         raise OSError(f"{path.parent}: cannot be locked, because this system has no flock. {remedy}")
@@ -112,17 +88,19 @@ def _locked(path: Path) -> int:
         found = f"{path}: cannot be opened to lock the folder ({error.strerror})"
         raise type(error)(f"{found}; expected a file of your own or none. {remedy}") from None
     try:
-        if not try_lock(descriptor):
-            logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except BaseException as error:
+        try:
+            if not try_lock(descriptor):
+                logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise OSError(
+                f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}"
+            ) from None
+        yield _is_in_place(descriptor, path)
+    finally:
+        with suppress(OSError):  # closing is not enough: a child forked meanwhile has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-        if not isinstance(error, OSError):
-            raise
-        raise OSError(
-            f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}"
-        ) from None
-    return descriptor
 
 
 def _is_in_place(descriptor: int, path: Path) -> bool:
