@@ -25,16 +25,16 @@ logger = logging.get_logger(__name__)
 Handler = Callable[[dict[str, Any], str], Awaitable[Any]]
 GONE = 499  # the status of an answer whose client has gone; nobody reads it
 INVALID, FAILED = "invalid_request_error", "server_error"  # OpenAI's types of errors
-# every route and its method
+# every route: its method, and the method of App that answers it
 ROUTES = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/responses": "POST",
-    "/v1/models": "GET",
-    "/load_model": "POST",
-    "/metrics": "GET",
-    "/health": "GET",
-    "/": "GET",
+    "/v1/chat/completions": ("POST", "_answer"),
+    "/v1/completions": ("POST", "_answer"),
+    "/v1/responses": ("POST", "_answer"),
+    "/v1/models": ("GET", "_models"),
+    "/load_model": ("POST", "_load_model"),
+    "/metrics": ("GET", "_metrics"),
+    "/health": ("GET", "_health"),
+    "/": ("GET", "_index"),
 }
 FREE = ("/health",)  # needs no key
 
@@ -49,15 +49,7 @@ class App:
 
     def application(self) -> Any:
         """Returns the ASGI application."""
-        endpoints = {
-            **dict.fromkeys(self.handlers, self._answer),
-            "/v1/models": self._models,
-            "/load_model": self._load_model,
-            "/metrics": self._metrics,
-            "/health": self._health,
-            "/": self._index,
-        }
-        routes = [Route(path, endpoints[path], methods=[method]) for path, method in ROUTES.items()]
+        routes = [Route(path, getattr(self, name), methods=[method]) for path, (method, name) in ROUTES.items()]
         return ClientWatch(Starlette(routes=routes, exception_handlers=HANDLERS))
 
     async def _answer(self, request: Request) -> Response:
@@ -99,7 +91,7 @@ class App:
     async def _index(self, request: Request) -> Response:
         """Says in plain text what is served: a page of documentation would need scripts from elsewhere."""
         lines = [f"eagle31 serves {printable(self.served.model)} with its drafter, by OpenAI's API.", ""]
-        lines += [f"{method:<5} {path}" for path, method in ROUTES.items()]
+        lines += [f"{method:<5} {path}" for path, (method, _) in ROUTES.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
@@ -157,7 +149,7 @@ async def _ended(pieces: Any, call: Call, has_mark: bool) -> AsyncIterator[Any]:
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    message = f"{request.url.path} takes {ROUTES[request.url.path]}."
+    message = f"{request.url.path} takes {ROUTES[request.url.path][0]}."
     return Response(error_json(message, INVALID), 405, media_type="application/json")
 
 

@@ -90,7 +90,14 @@ class DraftingServer(Serve):
         target, processor = manager.load_model_and_processor(manager.process_model_name(self.target))
         # a text model may have come with the processor of another, by which transformers leaves images out
         reads_images = manager.get_model_modality(target, processor=processor) is not Modality.LLM
-        served = served_of(self.target, target, processor, reads_images and hasattr(processor, "image_processor"))
+        served = Served(
+            model=self.target,
+            vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+            context=context_of(target),
+            template_options=template_options(processor),
+            template_arguments=template_arguments(processor),
+            reads_images=reads_images and hasattr(processor, "image_processor"),
+        )
         drafter = self.load_drafter(target)
         try_pair(target, drafter, self.knobs)
         answer = max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
@@ -187,18 +194,6 @@ class DraftingServer(Serve):
         where = url_of(host, port)
         self.announce(f"serving {self.target} at {where}/v1; counts of drafts at {where}/metrics")
         self.server.run(sockets=bound(host, port))
-
-
-def served_of(name: str, target: Any, processor: Any, reads_images: bool) -> Served:
-    """Returns what is served, as requests are checked by it."""
-    return Served(
-        model=name,
-        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
-        context=context_of(target),
-        template_options=template_options(processor),
-        template_arguments=template_arguments(processor),
-        reads_images=reads_images,
-    )
 
 
 def template_options(processor: Any) -> frozenset[str]:
