@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from ..acceptance import AcceptanceStats, track_acceptance
+from ..acceptance import track_acceptance
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # name, what it counts; names behind the prefix are vLLM's where it counts the same
@@ -37,33 +37,29 @@ class Metrics:
     def request(self) -> Iterator[None]:
         """Counts the generate() call inside it as one request."""
         began, outcome = time.perf_counter(), "requests_stopped"
-        stats = AcceptanceStats()
         try:
-            with track_acceptance(stats):
+            with track_acceptance() as stats:
                 yield
             outcome = "requests"
         finally:
-            self._add(stats, outcome, time.perf_counter() - began)
+            added = {
+                outcome: 1,
+                "generation_tokens": stats.generated_tokens,
+                "generation_seconds": time.perf_counter() - began if stats.generated_tokens else 0.0,
+                "spec_decode_num_drafts": len(stats.accepted_per_round),
+                "spec_decode_num_draft_tokens": sum(stats.drafted_per_position),
+                "spec_decode_num_accepted_tokens": sum(stats.accepted_per_position),
+            }
+            with self._lock:
+                for name, count in added.items():
+                    self._counts[name] += count
+                pairs = zip_longest(self._by_position, stats.accepted_per_position, fillvalue=0)
+                self._by_position = [old + new for old, new in pairs]
 
     def count(self, name: str, number: int = 1) -> None:
         """Adds to a counter."""
         with self._lock:
             self._counts[name] += number
-
-    def _add(self, stats: AcceptanceStats, outcome: str, seconds: float) -> None:
-        added = {
-            outcome: 1,
-            "generation_tokens": stats.generated_tokens,
-            "generation_seconds": seconds if stats.generated_tokens else 0.0,
-            "spec_decode_num_drafts": len(stats.accepted_per_round),
-            "spec_decode_num_draft_tokens": sum(stats.drafted_per_position),
-            "spec_decode_num_accepted_tokens": sum(stats.accepted_per_position),
-        }
-        with self._lock:
-            for name, count in added.items():
-                self._counts[name] += count
-            pairs = zip_longest(self._by_position, stats.accepted_per_position, fillvalue=0)
-            self._by_position = [old + new for old, new in pairs]
 
     def as_text(self) -> str:
         """Returns all counts in Prometheus' text format."""
