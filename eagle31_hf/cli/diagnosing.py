@@ -131,7 +131,8 @@ def show_report(args: argparse.Namespace, facts: dict[str, Any], names: str, mak
 
 
 def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, Prompts]:
-    """Returns target and prompts, once it is known that a report of them can be written."""
+    """Returns target and prompts, once it is known that a report of them can be written. Raises ValueError where no
+    prompt is left that fits."""
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
@@ -139,7 +140,12 @@ def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, Prompt
         check_folder(Path(args.output), args.resume)
     progress(f"loading {args.target} and {' and '.join(labels)}")
     tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    prompts = prompts_of(args, target, tokenizer)
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
+    sources, room = read_sources(args.prompts, args.split), context_of(target) or LARGEST
+    prompts = Prompts(args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, sources, progress)
+    for reason, count in prompts.skips.taken().items():
+        progress(f"left out {count:,}: {reason}")
     prompts.check_lengths(args.lengths or ())
     return target, prompts
 
@@ -159,19 +165,6 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[..., Eagle31Draf
         return Eagle31DrafterModel.from_pretrained(source, **options).to(args.device).eval()
 
     return {label: partial(load, source) for label, source in zip(labels, sources, strict=True)}
-
-
-def prompts_of(args: argparse.Namespace, target: Any, tokenizer: Any) -> Prompts:
-    """Reads the prompts. Raises ValueError where none is left that fits."""
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
-    context = context_of(target)
-    room = LARGEST if context is None else context
-    sources = read_sources(args.prompts, args.split)
-    prompts = Prompts(args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, sources, progress)
-    for reason, count in prompts.skips.taken().items():
-        progress(f"left out {count:,}: {reason}")
-    return prompts
 
 
 def facts_of(
