@@ -109,7 +109,7 @@ def bench(
         study = make_study(target, prompts, journal, settings, drafters)
         report = acceptance_report(study.measure(), study.generations(), settings, [*loads], facts)
         if earlier is not None:
-            report.sections.append(against(earlier, report.figures, facts, printable(args.against)))
+            report.sections.append(against(earlier, report.as_dict()["figures"], facts, printable(args.against)))
         return report
 
     show_report(args, facts, ", ".join(loads), make)

@@ -68,7 +68,7 @@ def acceptance_report(
 
 
 def _figures(found: Mapping[str, Decoded], label: str) -> dict[str, Any]:
-    """Returns what was measured of a drafter by condition and way of drafting, as plain values."""
+    """Returns what was measured of a drafter by condition and way of drafting."""
     return {
         condition: {way: _figures_of(rows, decoded.alone) for (who, way), rows in decoded.rows.items() if who == label}
         for condition, decoded in found.items()
@@ -77,14 +77,12 @@ def _figures(found: Mapping[str, Decoded], label: str) -> dict[str, Any]:
 
 def _figures_of(rows: Sequence[Row], alone: Sequence[Row] | None) -> dict[str, Any]:
     """`by_prompt`: accepted drafts and rounds, by which two reports of the same prompts can be compared."""
-    figures = {
+    return {
         "accepted_length": accepted_length(rows),
         "accepted_drafts": accepted_drafts(rows),
         "tokens_per_second": tokens_per_second(rows),
-    }
-    return {name: figure.as_dict() for name, figure in figures.items()} | {
         "prompts": len(rows),
-        "speedup": speedup(rows, alone).as_dict() if alone else None,
+        "speedup": speedup(rows, alone) if alone else None,
         "same_text": same_texts(rows, alone) if alone else None,
         "by_prompt": [[sum(row["accepted"]), row["rounds"]] for row in rows],
     }

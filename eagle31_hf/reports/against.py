@@ -35,7 +35,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
 
 def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> Section:
     """Compares accepted drafts by drafter, condition and way of drafting, those that both reports have; where each has
-    one drafter, these are compared whatever their names."""
+    one drafter, these are compared whatever their names. Takes them as plain values, those of JSON."""
     is_same = earlier["facts"].get("prompts") == facts["prompts"]
     then = earlier["figures"]
     if len(then) == len(figures) == 1:

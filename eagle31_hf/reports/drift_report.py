@@ -44,16 +44,16 @@ def drift_report(drafters: Sequence[Measured], depth: int, facts: Mapping[str, A
 
 
 def _figures(measured: Measured, drift: Drift, depth: int) -> dict[str, Any]:
-    """Returns what the report says of a drafter as plain values."""
+    """Returns what the report says of a drafter, for programs."""
     contexts = {context_name(one.length, one.remedy): one.rows for one in measured.contexts}
     return {
         "drift": vars(drift) | {"growth": drift.growth, "masses_of": list(KINDS)},
         "acceptance": {
             condition: {
                 "prompts": len(rows),
-                "accepted_length": accepted_length(rows).as_dict(),
-                "accepted_drafts": accepted_drafts(rows).as_dict(),
-                "by_depth": [figure.as_dict() for figure in acceptance_by_depth(rows, depth)],
+                "accepted_length": accepted_length(rows),
+                "accepted_drafts": accepted_drafts(rows),
+                "by_depth": acceptance_by_depth(rows, depth),
             }
             for condition, rows in {**measured.rows, **contexts}.items()
         },

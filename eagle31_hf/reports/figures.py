@@ -36,10 +36,6 @@ class Figure:
         is_narrow = self.low is None or self.high is None or self.low == self.high
         return f"{self.value:.2f}" + ("" if is_narrow else f" [{self.low:.2f}, {self.high:.2f}]")
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Returns plain values, for JSON."""
-        return vars(self).copy()
-
 
 def series_of(label: str, figures: Sequence[Figure]) -> Series:
     """Makes a line of a chart, with the figures' intervals as a band."""

@@ -114,7 +114,7 @@ def test_figures_are_those_of_the_prompts_together(measured, report):
         assert found["drift"]["growth"] == drift.states[-1] / drift.states[0]
         plain = found["acceptance"][PLAIN]
         tokens, rounds = (sum(row[name] for row in one.plain) for name in ("tokens", "rounds"))
-        assert plain["accepted_length"]["value"] == pytest.approx(tokens / rounds)
+        assert plain["accepted_length"].value == pytest.approx(tokens / rounds)
         assert plain["prompts"] == 4
         conditions = {PLAIN, "noise 0.5 on the state", "noise 1 on the embedding", "24 tokens", "40 tokens"}
         assert conditions <= set(found["acceptance"])
