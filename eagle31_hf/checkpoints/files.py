@@ -176,7 +176,8 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
             raise ValueError(
                 f"{folder / name}: names {shard}, which is not there; expected every shard beside the index."
             )
-        stored, noted = read_header(folder / shard)
+        is_safe = shard.endswith(".safetensors")
+        stored, noted = _safetensors_header(folder / shard) if is_safe else (_pickle_header(folder / shard), {})
         metadata = noted if shard == shards[0] else metadata
         twice = sorted(tensors.keys() & stored.keys())
         if twice:
@@ -240,15 +241,9 @@ def read_index(path: Path) -> dict[str, str]:
     return index
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Returns names, dtypes and shapes of a file's tensors without reading the weights, and its metadata.
-
-    Raises ValueError for a file that is damaged, or has a dtype that no drafter has.
-    """
-    return _safetensors_header(path) if path.suffix == ".safetensors" else (_pickle_header(path), {})
-
-
 def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns names, dtypes and shapes of a file's tensors without reading the weights, and its metadata. Raises
+    ValueError for a file that is damaged, or has a dtype that no drafter has."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, MAX_HEADER_BYTES))
@@ -289,6 +284,7 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
 
 
 def _pickle_header(path: Path) -> dict[str, StoredTensor]:
+    """Returns the same of a pickle, which has no metadata."""
     values, sizes = unpickle(path), stored_sizes(path)
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
