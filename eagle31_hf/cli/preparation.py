@@ -91,7 +91,8 @@ def data_options(args: argparse.Namespace, **others: Any) -> Any:
 def answer_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of the target's own answers. Raises ValueError where they are given and there are none."""
     lengths = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
-    generation = generation_options(args)
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    generation = given | sampling_options(args)
     if not is_regenerated(args) and (generation or lengths):
         raise ValueError(
             "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
@@ -109,7 +110,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
         return None
-    if not (is_regenerated(args) or wants_states(args)):
+    if not (is_regenerated(args) or getattr(args, "states", True)):  # eagle31 train, without --states, trains on them
         raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
     timeout = {} if args.engine_timeout is None else {"timeout": args.engine_timeout}
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
@@ -119,17 +120,6 @@ def engine_options(args: argparse.Namespace) -> Any:
 def is_regenerated(args: argparse.Namespace) -> bool:
     """Returns True where answers are the target's own: where they are asked for, and wherever it asks the questions."""
     return bool(args.regenerate or args.self_prompts)
-
-
-def wants_states(args: argparse.Namespace) -> bool:
-    """Returns True where the target's states are stored, or, as `eagle31 train` has no such option, trained on."""
-    return bool(getattr(args, "states", True))
-
-
-def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of `generate` that are given; others are as in the target's own generation config."""
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    return given | sampling_options(args)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
