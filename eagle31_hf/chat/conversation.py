@@ -150,11 +150,6 @@ class Conversation:
         """True where the target's tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None
 
-    @property
-    def is_sampling(self) -> bool:
-        """True where answers are drawn, and so differ from one time to the next."""
-        return bool(self.options.get("do_sample", self.target.generation_config.do_sample))
-
     def ask(self, words: str, show: Show, stop: threading.Event) -> Answer:
         """Says words to the target, and returns its answer. Raises ValueError where they are no text, or the target's
         context has no room for them and an answer. After any error the words are no part of the conversation."""
@@ -229,7 +224,7 @@ class Conversation:
         return f"after the prompt, with the drafter {ratio:.2f} times as fast; {same}"
 
     def _why_another_text(self) -> str:
-        if self.is_sampling:
+        if self.options.get("do_sample", self.target.generation_config.do_sample):
             return "another text, as it is sampled"
         dtype = str(self.target.dtype).removeprefix("torch.")
         if dtype != "float32":

@@ -121,16 +121,13 @@ def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
         logger.error(f"an answer could not be read: {printable(words)}")
         return 500, error_json(f"the target's answer cannot be read ({type(error).__name__}): {words}", FAILED)
     is_of_request = not call.is_queued or (error is call.error and isinstance(error, ValueError))
-    if is_of_request and not _is_of_machine(error):
+    # of memory, a disk or a GPU, whose errors are RuntimeErrors
+    is_of_machine = isinstance(error, MemoryError | OSError | RuntimeError) and not isinstance(error, RecursionError)
+    if is_of_request and not is_of_machine:
         logger.warning(f"a request was refused: {printable(words)}")
         return 400, error_json(f"the request is refused: {words}", INVALID)
     logger.error(f"a request failed: {printable(words)}", exc_info=error)
     return 500, error_json(f"the answer failed ({type(error).__name__}); the server's log says why.", FAILED)
-
-
-def _is_of_machine(error: Exception) -> bool:
-    """Returns whether an error tells of memory, a disk or a GPU, whose errors are RuntimeErrors."""
-    return isinstance(error, MemoryError | OSError | RuntimeError) and not isinstance(error, RecursionError)
 
 
 async def _ended(pieces: Any, call: Call, has_mark: bool) -> AsyncIterator[Any]:
