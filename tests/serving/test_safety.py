@@ -89,7 +89,7 @@ def test_no_client_loads_another_model(server, expected):
             assert (
                 answer.json["error"]["message"] == f"model is {name!r}; expected {server.target!r}, the only one here."
             )
-    assert "Loading" not in server.log.read_text().split("serving", 1)[1]
+    assert "Loading" not in server.log.read_text().split("eagle31: serving", 1)[1]
     assert still_drafts(server, expected)
 
 
