@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,28 +20,17 @@ from .modeling import Eagle31DrafterModel
 from .version import __version__
 
 
-class ForwardClock:
-    """Seconds spent inside a module's forward, waiting for the device before and after it."""
+@contextmanager
+def forward_times(module: PreTrainedModel) -> Iterator[list[float]]:
+    """Notes when each of a module's forwards begins and ends, in turn, waiting for the device before and after it."""
+    times = list[float]()
 
-    def __init__(self, module: PreTrainedModel):
-        self.module, self.seconds = module, 0.0
+    def note(*args: Any) -> None:
+        synchronize(module.device)
+        times.append(time.perf_counter())
 
-    def _start(self, *args) -> None:
-        synchronize(self.module.device)
-        self._began = time.perf_counter()
-
-    def _stop(self, *args) -> None:
-        synchronize(self.module.device)
-        self.seconds += time.perf_counter() - self._began
-
-    @contextmanager
-    def running(self):
-        handles = [self.module.register_forward_pre_hook(self._start), self.module.register_forward_hook(self._stop)]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+    with module.register_forward_pre_hook(note), module.register_forward_hook(note):
+        yield times
 
 
 @dataclass(frozen=True)
@@ -82,25 +72,25 @@ def profile(
 ) -> dict[str, Any]:
     """Decodes a prompt (1, L) greedily. Returns its `profile`, the seconds by part, and `overhead`, the share of them
     outside the two models' forwards. Clocks on these make a GPU wait, so that no speed is measured by it."""
-    of_target, of_drafter = ForwardClock(target), ForwardClock(drafter)
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens, "do_sample": False}
     generate: Any = target.generate
-    with of_target.running(), of_drafter.running(), track_acceptance() as stats:
+    with forward_times(target) as verifying, forward_times(drafter) as drafting, track_acceptance() as stats:
         synchronize(target.device)
         began = time.perf_counter()
         generate(prompt, assistant_model=drafter, **options, **shape.measured_knobs)
         synchronize(target.device)
         seconds = time.perf_counter() - began
+    of_target, of_drafter = (sum(times[1::2]) - sum(times[::2]) for times in (verifying, drafting))
     phases = stats.seconds
     parts = {
-        "target forwards": of_target.seconds,
-        "drafter forwards": of_drafter.seconds,
-        "drafting, the rest": phases["draft"] - of_drafter.seconds,
-        "verification, the rest": phases["prefill"] + phases["verify"] - of_target.seconds,
+        "target forwards": of_target,
+        "drafter forwards": of_drafter,
+        "drafting, the rest": phases["draft"] - of_drafter,
+        "verification, the rest": phases["prefill"] + phases["verify"] - of_target,
         "acceptance and caches": phases["accept"],
         "generate() before and after": seconds - sum(phases.values()),
     }
-    return {"profile": parts, "overhead": 1 - (of_target.seconds + of_drafter.seconds) / seconds}
+    return {"profile": parts, "overhead": 1 - (of_target + of_drafter) / seconds}
 
 
 def environment(target: PreTrainedModel, **sizes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from conftest import build_drafter, build_target
 from reports.studies import tiny_prompts
 
 from eagle31_hf import Eagle31CandidateGenerator, demo, track_acceptance
-from eagle31_hf.bench import AUTO_SHAPE, ForwardClock, Shape, synchronize
+from eagle31_hf.bench import AUTO_SHAPE, Shape, forward_times, synchronize
 from eagle31_hf.diagnostics.drift import measure_drift
 from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
 from eagle31_hf.reports.acceptance_study import (
@@ -166,7 +166,7 @@ def test_times_wait_for_the_models_own_device(monkeypatch):
     waited, model, ids = [], build_target("qwen3").to("meta"), torch.zeros(1, 3, dtype=torch.long, device="meta")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    with ForwardClock(model).running():
+    with forward_times(model):
         model(ids)
     synchronize(torch.device("cpu"))
     assert waited == [model.device] * 2
