@@ -98,15 +98,13 @@ def recorded_chains(target: PreTrainedModel, drafter: Eagle31DrafterModel) -> It
     refuse_parallel(drafter, "measured step by step")
     recorder, implementation = ChainRecorder(), drafter.config._attn_implementation
     drafter.set_attn_implementation("eager")
-    handles = (
+    with (
         drafter.register_forward_pre_hook(recorder.begin, with_kwargs=True),
         drafter.layers[0].self_attn.register_forward_hook(recorder.attend),
         drafter.register_forward_hook(recorder.end),
         target.register_forward_hook(recorder.verify, with_kwargs=True),
-    )
-    try:
-        yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
-        drafter.set_attn_implementation(implementation)
+    ):
+        try:
+            yield recorder
+        finally:
+            drafter.set_attn_implementation(implementation)

@@ -5,7 +5,7 @@ Drift (arXiv 2605.09992), whose noise and pinned magnitudes these are. B sequenc
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -75,9 +75,7 @@ INTERVENTIONS: dict[str, Install] = {
 @contextmanager
 def applied(drafter: Eagle31DrafterModel, install: Install | None) -> Iterator[None]:
     """Does something to the drafter, or nothing, for the time of the block."""
-    handles = [] if install is None else install(drafter)
-    try:
+    with ExitStack() as stack:
+        for handle in [] if install is None else install(drafter):
+            stack.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -48,8 +48,5 @@ def _seconds_a_token(target: PreTrainedModel) -> float:
 def checking_forwards(target: PreTrainedModel, check: Callable[[], None]) -> Iterator[None]:
     """A context in which `check` is called before every forward of the target, also of a generate() without drafter;
     what it raises ends the call. It is for calls of one thread at a time."""
-    handle = target.register_forward_pre_hook(lambda *_: check())
-    try:
+    with target.register_forward_pre_hook(lambda *_: check()):
         yield
-    finally:
-        handle.remove()
