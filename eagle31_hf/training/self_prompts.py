@@ -2,8 +2,9 @@
 goes on from there (Magpie, arXiv 2406.08464). T tokens."""
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,88 +95,82 @@ class SelfPrompts(Records):
         )
 
 
-@dataclass
-class Questioner:
-    """Writes the user's messages by the target.
+class Ask(NamedTuple):
+    """What a chat waits for: that the target goes on with a prompt (T,), at a temperature (None: as the source
+    samples). `after`: where the user is to speak, the text that follows the user's words; None for an answer."""
 
-    Questions that were asked before, without an end, empty ones and such with special tokens in them are refused.
+    prompt: Tensor
+    temperature: float | None
+    after: str | None = None
+
+
+Reply = tuple[Tensor, bool]  # what the target goes on with (T,), and whether it has ended it
+Turns = Generator[Ask, Any, None]  # is sent each Reply
+
+
+def asking(source: AnswerSource, texts: set[str]) -> AnswerSource:
+    """Returns a source of questions, which end as answers do, and with the special tokens that begin the texts after a
+    user's words."""
+    tokenizer = source.tokenizer
+    added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    firsts = (tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1] for text in texts)
+    return source.ending_at([token for first in firsts for token in first if token in added], _longest(source))
+
+
+def _longest(source: AnswerSource) -> int:
+    return min(LONGEST_QUESTION, source.options.max_length // 4)
+
+
+def question(
+    source: AnswerSource, said: list[dict[str, Any]], opening: str, asked: set[str]
+) -> Generator[Ask, Reply, str]:
+    """Has the target write the user's next message in a chat, whose messages so far are `said`; returns it. It begins
+    with the words of the opening, which may be none. `asked`: the first questions of all chats, without regard to case
+    and spaces.
+
+    Raises Skipped for a question that was asked before, has no end, is empty or has special tokens in it, and where
+    there is no room for one.
     """
+    prompt, after = _prompt(source, said, opening)
+    answer, is_ended = yield Ask(prompt, 1.0, after)
+    words = _question(source, answer, is_ended, after.strip(), opening)
+    if not words:
+        raise Skipped("an empty question")
+    if any(token in words for token in source.tokenizer.all_special_tokens):
+        raise Skipped("a question with special tokens in it")
+    plain = _plain(words)
+    earlier = {_plain(str(message["content"])) for message in said if message["role"] == "user"}
+    if plain in (earlier or asked):
+        raise Skipped(ASKED_BEFORE)
+    if not earlier:
+        asked.add(plain)
+    return words
 
-    source: AnswerSource
-    asked: set[str] = field(default_factory=set)  # first questions, without regard to case and spaces
 
-    def questions(self, chats: list[list[dict[str, Any]]], openings: list[str]) -> list[str | Skipped]:
-        """Returns the user's next message in each chat, whose messages so far are given, or why there is none; each
-        begins with the words of its opening, which may be none."""
-        found: dict[int, str | Skipped] = {}
-        prompts = dict[int, tuple[Tensor, str]]()
-        for index, (said, opening) in enumerate(zip(chats, openings, strict=True)):
-            try:
-                prompts[index] = self._prompt(said, opening)
-            except Skipped as refusal:
-                found[index] = refusal
-        # All chats have one template, and so the same text after a user's words.
-        source = self.source.ending_at(self._ends({text for _, text in prompts.values()}), self._longest)
-        answers = source.answers([ids for ids, _ in prompts.values()], [1.0] * len(prompts))
-        for (index, (_, after)), answer in zip(prompts.items(), answers, strict=True):
-            try:
-                words = self._question(source, answer, after.strip(), openings[index])
-                found[index] = self._checked(words, chats[index])
-            except Skipped as refusal:
-                found[index] = refusal
-        return [found[index] for index in range(len(chats))]
+def _prompt(source: AnswerSource, said: list[dict[str, Any]], opening: str) -> tuple[Tensor, str]:
+    """Renders a chat through the opening of the user's words: ids (T,), and the text that follows them. Raises Skipped
+    where the template refuses it, and where there is no room for a question and an answer."""
+    messages = [*said, {"role": "user", "content": MARK}]
+    before, mark, after = str(source.rendered(messages, add_generation_prompt=True, tokenize=False)).rpartition(MARK)
+    if not mark:
+        raise Skipped("template leaves out the user's words")
+    with refused_by("tokenizer"):
+        ids = source.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
+    if not ids or len(ids) + 2 * _longest(source) > source.options.max_length:
+        raise Skipped("no room for another question" if ids else "empty prompt")
+    return torch.tensor(ids, dtype=torch.long), after
 
-    def _prompt(self, said: list[dict[str, Any]], opening: str) -> tuple[Tensor, str]:
-        """Renders a chat through the opening of the user's words: ids (T,), and the text that follows them. Raises
-        Skipped where the template refuses it, and where there is no room for a question and an answer."""
-        messages = [*said, {"role": "user", "content": MARK}]
-        text = self.source.rendered(messages, add_generation_prompt=True, tokenize=False)
-        before, mark, after = str(text).rpartition(MARK)
-        if not mark:
-            raise Skipped("template leaves out the user's words")
-        with refused_by("tokenizer"):
-            ids = self.source.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
-        prompt = torch.tensor(ids, dtype=torch.long)
-        if not len(prompt) or len(prompt) + 2 * self._longest > self.source.options.max_length:
-            raise Skipped("no room for another question" if len(prompt) else "empty prompt")
-        return prompt, after
 
-    @property
-    def _longest(self) -> int:
-        return min(LONGEST_QUESTION, self.source.options.max_length // 4)
-
-    def _ends(self, texts: set[str]) -> list[int]:
-        """Returns the ids besides the target's own that end a question, by the texts that follow one."""
-        tokenizer = self.source.tokenizer
-        added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
-        firsts = (tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1] for text in texts)
-        return [token for first in firsts for token in first if token in added]
-
-    def _question(self, source: AnswerSource, answer: Tensor, end: str, opening: str) -> str:
-        """Returns the user's words: an opening and what the target went on with (T,), which may not be nothing. Raises
-        Skipped where they have no end, unless a text is quoted in them that does not repeat itself."""
-        is_ended = source.is_ended(answer)
-        words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
-        # Where a user's turn has no token that ends it, the target goes on with what begins its own.
-        question, has_end, _ = words.partition(end) if end else (words, "", "")
-        if not (is_ended or has_end or (opening.endswith(QUOTING) and not repeats_itself(answer))):
-            raise Skipped(ENDLESS)
-        question = question.rstrip("\ufffd").rstrip()  # a text that breaks off may do so within a character
-        return (opening + question).strip() if question.strip() else ""
-
-    def _checked(self, question: str, said: list[dict[str, Any]]) -> str:
-        """Returns the user's words. Raises Skipped where no user would say them."""
-        if not question:
-            raise Skipped("an empty question")
-        if any(token in question for token in self.source.tokenizer.all_special_tokens):
-            raise Skipped("a question with special tokens in it")
-        plain = _plain(question)
-        earlier = {_plain(str(message["content"])) for message in said if message["role"] == "user"}
-        if plain in (earlier or self.asked):
-            raise Skipped(ASKED_BEFORE)
-        if not earlier:
-            self.asked.add(plain)
-        return question
+def _question(source: AnswerSource, answer: Tensor, is_ended: bool, end: str, opening: str) -> str:
+    """Returns the user's words: an opening and what the target went on with (T,), which may not be nothing. Raises
+    Skipped where they have no end, unless a text is quoted in them that does not repeat itself."""
+    words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
+    # Where a user's turn has no token that ends it, the target goes on with what begins its own.
+    words, has_end, _ = words.partition(end) if end else (words, "", "")
+    if not (is_ended or has_end or (opening.endswith(QUOTING) and not repeats_itself(answer))):
+        raise Skipped(ENDLESS)
+    words = words.rstrip("\ufffd").rstrip()  # a text that breaks off may do so within a character
+    return (opening + words).strip() if words.strip() else ""
 
 
 def _plain(text: str) -> str:

@@ -25,9 +25,10 @@ from eagle31_hf.training.self_prompts import (
     NUM_TURNS,
     REPEATING,
     TEMPERATURES,
-    Questioner,
     SelfPrompt,
     SelfPrompts,
+    asking,
+    question,
     repeats_itself,
 )
 from eagle31_hf.training.servers import EngineOptions
@@ -104,9 +105,8 @@ def test_chats_are_as_the_template_has_them(target, tokenizer):
 
 def test_questions_are_drawn_from_the_target_s_own_distribution(target, tokenizer):
     """The first token of a question is distributed as the target has it after the text up to where the user speaks."""
-    questioner = Questioner(source_of(target, tokenizer))
-    prompt, after = questioner._prompt([], "")
-    assert (prompt.tolist(), after) == ([USER], "kj")
+    prompt, temperature, after = next(question(source_of(target, tokenizer), [], "", set()))
+    assert (prompt.tolist(), temperature, after) == ([USER], 1.0, "kj")
     with torch.no_grad():
         expected = target(prompt[None]).logits[0, -1].softmax(-1)
     drawn = Counter()
@@ -131,14 +131,20 @@ def test_an_open_turn_of_the_user_s_ends_where_the_answer_would_begin(target):
 def questions_of(
     target, tokenizer, answers: list[str], chats: list[list[dict]] | None = None, openings: list[str] | None = None
 ) -> list[str | Skipped]:
-    """Returns what a questioner makes of questions that the target is made to say."""
-
-    class Saying(AnswerGenerator):
-        def answers(self, prompts, temperatures=None):
-            return [torch.tensor(["abcdefghijk".index(letter) for letter in words]) for words in answers]
-
-    questioner = Questioner(Saying(target, tokenizer, source_of(target, tokenizer).options))
-    return questioner.questions(chats or [[] for _ in answers], openings or [""] * len(answers))
+    """Returns what becomes of questions that the target is made to say, or why they are refused."""
+    source, asked, found = source_of(target, tokenizer), set(), []
+    chats, openings = chats or [[] for _ in answers], openings or [""] * len(answers)
+    for words, said, opening in zip(answers, chats, openings, strict=True):
+        talk = question(source, said, opening, asked)
+        ids = torch.tensor(["abcdefghijk".index(letter) for letter in words])
+        is_ended = asking(source, {next(talk).after}).is_ended(ids)
+        try:
+            talk.send((ids, is_ended))
+        except StopIteration as end:
+            found.append(end.value)
+        except Skipped as refusal:
+            found.append(refusal)
+    return found
 
 
 def test_what_no_user_would_ask_is_refused(target, tokenizer):
