@@ -5,6 +5,7 @@ import json
 import os
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .states_file import discard_states, read_states
+from .states_file import read_states
 
 try:  # huggingface-hub brings one of the two
     import httpx
@@ -119,10 +120,10 @@ def _read_generate(response: Any) -> Completion:
 
 
 # SGLang keeps a few positions of its length for itself.
-ENDPOINTS = {
-    "/v1/completions": Endpoint("/v1/completions", _completions_body, _read_completions),
-    "/generate": Endpoint("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
-}
+ENDPOINTS = (
+    Endpoint("/v1/completions", _completions_body, _read_completions),
+    Endpoint("/generate", _generate_body, _read_generate, spare=8, penalises_prompts=False),
+)
 
 
 def base_of(url: str) -> str:
@@ -156,7 +157,7 @@ class Server:
         self.states_folder = states_folder
         self.model = ""
         self.max_length: int | None = None
-        self.endpoint = ENDPOINTS["/v1/completions"]
+        self.endpoint = ENDPOINTS[0]
         self.failures = self.in_flight = 0
         self.is_tried = False  # by a request that finds out whether it is back
         self.failed_at = self.pause_ends = 0.0
@@ -216,7 +217,9 @@ class Server:
         """Asks for an answer. Raises UnavailableError and ValueError as `call` does."""
         completion = self._complete(request)
         if completion.states_path is not None:
-            discard_states(self._path_here(completion.states_path), request.prompt, self.timeout)
+            path = self._path_here(completion.states_path)
+            with suppress(OSError, ValueError):  # nobody asked for them: they are left where they cannot be read
+                read_states(path, request.prompt, self.timeout)
         return completion
 
     def states(self, request: Request) -> tuple[Tensor | None, list[int]]:
@@ -263,7 +266,7 @@ class Server:
         """Finds the way to ask that gives ids. Raises ValueError where there is none, UnavailableError as `call`
         does."""
         failures: list[Exception] = []
-        for endpoint in ENDPOINTS.values():
+        for endpoint in ENDPOINTS:
             self.endpoint = endpoint
             try:
                 self.complete(request)

@@ -152,8 +152,8 @@ def engine_states(
     layers or of another target, and for a target whose ends cannot be read alone.
     """
     servers = Servers(options, outline.name_or_path, tell)
-    servers.meet(_request([*PROBE[:2]]), max_length, after=1)
     ask = _request([*PROBE[:2]])
+    servers.meet(ask, max_length, after=1)
     silent = [server.url for server in servers.all if servers.patiently(server.states, ask)[0] is None]
     if len(silent) == len(servers.all):
         return None

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
-from .engine_server import ENDS, Completion, Request
-from .preparation_options import PreparationOptions
+from .engine_server import Completion, Request, Server
 from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
 from .servers import Servers, Tell
 
@@ -90,10 +88,15 @@ def sampling_of(generation: dict[str, Any], config: Any) -> dict[str, Any]:
 
 @dataclass
 class EngineAnswers(AnswerSource):
-    """Answers by an engine, which samples as generate() would. `vocab_size`: ids an answer may have."""
+    """Answers by an engine, which samples as generate() would. `vocab_size`: ids an answer may have. Raises ValueError
+    for settings that engines do not follow."""
 
     engine: Servers
     vocab_size: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.sampling()
 
     def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
@@ -114,7 +117,7 @@ class EngineAnswers(AnswerSource):
             )
             for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
         ]
-        completions = self.engine.answers(requests)
+        completions = self.engine.each(Server.complete, requests)
         return [self.checked(request, completion) for request, completion in zip(requests, completions, strict=True)]
 
     def sampling(self, temperature: float | None = None) -> dict[str, Any]:
@@ -134,10 +137,6 @@ class EngineAnswers(AnswerSource):
             raise ValueError(
                 f"the engine answers with id {unknown[0]}, and the target has {self.vocab_size}; expected an engine"
                 " that runs the target."
-            )
-        if completion.finish not in ENDS:
-            raise ValueError(
-                f"the engine ended an answer for the reason {completion.finish!r}; expected one of {ENDS}."
             )
         answer = self.through_end(torch.tensor(completion.ids, dtype=torch.long))
         if completion.finish == "repetition" and request.loop:
@@ -168,11 +167,12 @@ class EngineAnswers(AnswerSource):
         first = prompts or [torch.tensor([self.stops[0] if self.stops else 0])]
         requests = [self._request(prompt, 0, PROBE_TOKENS, GREEDY) for prompt in first]
         self.engine.meet(requests[0]._replace(max_tokens=1, sampling=self.sampling()), self.options.max_length)
-        for name, found in self.engine.answers_by_server(requests):
+        for server in self.engine.all:
+            found = [self.engine.patiently(server.complete, request) for request in requests]
             answers = [self.checked(request, completion) for request, completion in zip(requests, found, strict=True)]
             for completion, answer in zip(found, answers, strict=True):
-                self._check_words(name, completion, answer)
-            self._check_likelihood(name, requests, answers)
+                self._check_words(server.url, completion, answer)
+            self._check_likelihood(server.url, requests, answers)
         tell(f"answers by {self.engine.name}")
 
     def recall(self, identity: dict[str, Any]) -> None:
@@ -212,17 +212,3 @@ class EngineAnswers(AnswerSource):
         logits = self.target(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
         chosen = logits.gather(-1, ids[0, len(request.prompt) :, None].to(logits.device))[:, 0]
         return int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
-
-
-def engine_answers(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: PreparationOptions,
-    vocab_size: int,
-    tell: Tell,
-) -> EngineAnswers:
-    """Returns answers by the engine of the options. `tell` is told of servers that fail. Raises ValueError for settings
-    that engines do not follow."""
-    _ = sampling_of(options.generation, target.generation_config)
-    engine = Servers(options.engine, target.name_or_path, tell)
-    return EngineAnswers(target, tokenizer, options, engine, vocab_size)

@@ -18,7 +18,8 @@ from .preparation_options import PreparationOptions
 from .processes import in_processes, processes
 from .records import Joined, Records, read_records
 from .self_prompts import SelfPrompts
-from .shard_builder import Progress, ShardBuilder
+from .servers import Tell
+from .shard_builder import ShardBuilder
 from .skipped import Skips
 from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts, write_shard
 
@@ -46,7 +47,7 @@ def prepare_data(
     options: PreparationOptions | None = None,
     *,
     part: tuple[int, int] = (0, 1),
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     states_by: EngineStates | None = None,
 ) -> Prepared:
     """Makes the shards that are missing in the store `output`; run again, it goes on.
@@ -110,7 +111,7 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
     return [index for index in missing_shards(output) if index % part[1] == part[0]]
 
 
-def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Progress) -> None:
+def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Tell) -> None:
     """Makes the shards of a part: where the target is not needed in several processes, else one after the other, each
     written while the next is made."""
     mine = _missing(output, part)

@@ -32,13 +32,13 @@ from .packing import Part, tokens_at
 from .preparation_options import PreparationOptions
 from .prepare import prepare_data, records_of
 from .records import identity
+from .servers import Tell
 from .store import MANIFEST, HiddenStateStore, read_manifest
 from .target import StoredTarget
 
 EVAL_DATA = "eval-data"  # folder of what is evaluated on
 WORTH_TELLING = 0.05  # of the time
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
-Progress = Callable[[str], None]  # is told one line at a time
 Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
 
 
@@ -69,7 +69,7 @@ class ExampleReader:
     target: Any  # the model, or a StoredTarget
     tokenizer: PreTrainedTokenizerBase
     options: PreparationOptions
-    progress: Progress
+    progress: Tell
     folder: Path
     states_by: EngineStates | None = None
 
@@ -250,7 +250,7 @@ def draft_vocabulary(
     tokenizer: PreTrainedTokenizerBase,
     data: TrainingData,
     size: int | None,
-    progress: Progress,
+    progress: Tell,
 ) -> tuple[Tensor | None, float | None]:
     """Chooses the `size` target ids (Vd,) that a new drafter can propose: the most frequent ones of the answers.
 
@@ -269,7 +269,7 @@ def loaded_drafter(
     source: str,
     target: PreTrainedModel | TargetEnds,
     data: TrainingData,
-    progress: Progress,
+    progress: Tell,
     fields: Mapping[str, Any] | None = None,
     upgrade: Upgrade | None = None,
 ) -> Eagle31DrafterModel:
@@ -292,7 +292,7 @@ def loaded_drafter(
 class ProgressLines(TrainerCallback):
     """Tells `progress` a line for every log of the Trainer, from the main process only."""
 
-    def __init__(self, progress: Progress):
+    def __init__(self, progress: Tell):
         self.progress = progress
         self._began, self._first_step = 0.0, 0  # of this process's part of the run
 
@@ -317,7 +317,7 @@ class ProgressLines(TrainerCallback):
         return f"; {logs['tokens_per_second']:,.0f} tokens/s{waits}, {minutes:,.0f} minutes left"
 
 
-def log_in_lines(trainer: Any, progress: Progress) -> None:
+def log_in_lines(trainer: Any, progress: Tell) -> None:
     """Replaces transformers' own callbacks, which print some sixty figures at a time, by `ProgressLines`.
 
     All figures are still in trainer_state.json, and where `report_to` sends them.

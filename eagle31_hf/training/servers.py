@@ -3,12 +3,12 @@ each time, and tried again."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
-from .engine_server import Completion, Request, Server, UnavailableError, base_of
+from .engine_server import Request, Server, UnavailableError, base_of
 
 AT_START = 4  # tries to reach a server before anything is written
 LOOK = 0.02  # seconds between looks at whether a server is free
@@ -104,11 +104,6 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def answers_by_server(self, requests: list[Request]) -> Iterator[tuple[str, list[Completion]]]:
-        """Yields the address of each server and its own answers to prompts. Raises RuntimeError for one that fails."""
-        for server in self.all:
-            yield server.url, [self.patiently(server.complete, request) for request in requests]
-
     def patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
         """Returns what a call of one server returns, tried a few times. Raises RuntimeError when it was in vain."""
         tried = 0
@@ -122,10 +117,6 @@ class Servers:
                         f"{error}; expected a server that is ready. Start it first, or leave it out."
                     ) from None
             time.sleep(self.options.pause_after(tried))
-
-    def answers(self, requests: list[Request]) -> list[Completion]:
-        """Returns the answers to prompts, in their order. Raises as `each` does."""
-        return self.each(Server.complete, requests)
 
     def each(self, ask: Callable[[Server, Request], Result], requests: list[Request]) -> list[Result]:
         """Returns what `ask` returns for each request, in their order; it is called again, with this server or another,

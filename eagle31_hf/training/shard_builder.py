@@ -20,12 +20,13 @@ from ..targets.ends import shape_of
 from .answers import AnswerGenerator, AnswerSource, seed_of, stop_ids
 from .chats import ExampleMaker
 from .engine_states import EngineStates
-from .engines import EngineAnswers, engine_answers
+from .engines import EngineAnswers
 from .kinds import Chat, parse_record
 from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
 from .records import Record, Records, identity
 from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
+from .servers import Servers, Tell
 from .skipped import Skipped, Skips
 from .store import Columns, Manifest
 from .target import TargetReader
@@ -34,7 +35,6 @@ PROBES = 3  # prompts by which an engine is checked
 A_QUESTION = "Why is the sky blue?"  # answered by an engine that is checked, where the data has no prompts
 Made = TypeVar("Made")
 Unanswered = Chat | SelfPrompt | Beginning
-Progress = Callable[[str], None]  # is told one line at a time
 
 
 def example_maker(
@@ -69,7 +69,7 @@ class ShardBuilder:
     records: Records
     options: PreparationOptions
     skips: Skips
-    tell: Progress
+    tell: Tell
     states_by: EngineStates | None = None
 
     def __post_init__(self):
@@ -83,7 +83,8 @@ class ShardBuilder:
     def _answer_source(self) -> AnswerSource:
         if self.options.engine is None:
             return AnswerGenerator(self.target, self.tokenizer, self.options)
-        return engine_answers(self.target, self.tokenizer, self.options, self.maker.vocab_size, self.tell)
+        engine = Servers(self.options.engine, self.target.name_or_path, self.tell)
+        return EngineAnswers(self.target, self.tokenizer, self.options, engine, self.maker.vocab_size)
 
     def meet_engine(self, complete: Manifest | None) -> None:
         """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.

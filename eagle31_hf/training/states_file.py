@@ -6,7 +6,6 @@ answers, and may write it after that; a lock beside it is its own until then. So
 """
 
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -43,13 +42,6 @@ def read_states(path: Path, ids: list[int], timeout: float) -> Tensor:
     except PermissionError as error:
         raise ValueError(f"{path} cannot be removed ({error.strerror}); {MAY}") from None
     return states
-
-
-def discard_states(path: Path, ids: list[int], timeout: float) -> None:
-    """Removes a file of states that nobody asked for, once it is written; leaves it where `read_states` would not read
-    it."""
-    with suppress(OSError, ValueError):
-        read_states(path, ids, timeout)
 
 
 def _lock_of(path: Path) -> Path:

@@ -16,7 +16,7 @@ from programs import heeded
 from safetensors.torch import save_file
 
 from eagle31_hf.targets.layers import capture_states
-from eagle31_hf.training.engine_server import Request
+from eagle31_hf.training.engine_server import Request, Server
 from eagle31_hf.training.servers import EngineOptions, Servers
 
 INTERRUPTED = 3  # exit status of `ask_until_interrupted`
@@ -194,7 +194,7 @@ def ask_until_interrupted(port: int) -> None:
     heeded()
     servers = Servers(EngineOptions((f"http://127.0.0.1:{port}",), requests=2, timeout=3600.0), "target")
     try:
-        servers.answers([Request([1], 1, 0, {"temperature": 0.0}, [])] * 3)
+        servers.each(Server.complete, [Request([1], 1, 0, {"temperature": 0.0}, [])] * 3)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

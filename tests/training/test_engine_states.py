@@ -19,12 +19,12 @@ from eagle31_hf.cli.loading import load_outline
 from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.training.checkpoint_ends import ends_from_checkpoint
 from eagle31_hf.training.ends import find_scoring
+from eagle31_hf.training.engine_server import Server
 from eagle31_hf.training.engine_states import StreamedStates, engine_states
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.servers import EngineOptions
-from eagle31_hf.training.states_file import discard_states
 from eagle31_hf.training.store import HiddenStateStore, read_manifest
 from eagle31_hf.training.target import TargetReader
 
@@ -210,9 +210,10 @@ def test_answers_leave_no_states_behind(outline, serve, tmp_path):
     source = states_of(outline, server)
     server.late = 0.05
     request = source._probe()._replace(max_tokens=4)
-    assert len(source.servers.answers([request])[0].ids) == 4
+    assert len(source.servers.each(Server.complete, [request])[0].ids) == 4
     assert not [*(tmp_path / "shared").iterdir()]
-    discard_states(tmp_path / "elsewhere", [1], timeout=1.0)  # on the server's machine alone
+    server._write_states = lambda prompt, number: str(tmp_path / "elsewhere.safetensors")  # on its machine alone
+    assert len(source.servers.each(Server.complete, [request])[0].ids) == 4
 
 
 @pytest.mark.parametrize("name", ["precious.txt", "others.safetensors"])
@@ -226,7 +227,7 @@ def test_no_file_but_the_texts_states_is_removed(outline, serve, tmp_path, name)
     with pytest.raises((ValueError, RuntimeError), match=r"expected a \.safetensors file|is unfinished"):
         source.of_texts(some_texts(1))
     if name.endswith(".safetensors"):
-        source.servers.answers([source._probe()])
+        source.servers.each(Server.complete, [source._probe()])
     assert path.is_file()
 
 
