@@ -37,14 +37,6 @@ Made = TypeVar("Made")
 Unanswered = Chat | SelfPrompt | Beginning
 
 
-def example_maker(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PreparationOptions
-) -> ExampleMaker:
-    """Returns what makes examples of records for a target."""
-    vocab_size, _ = shape_of(target.get_input_embeddings())
-    return ExampleMaker(tokenizer, options, vocab_size, {*stop_ids(target, tokenizer)})
-
-
 def each_record(
     records: Records, numbers: Iterable[int], make: Callable[[Record, int], Made], skips: Skips
 ) -> Iterator[tuple[int, Made]]:
@@ -74,7 +66,9 @@ class ShardBuilder:
 
     def __post_init__(self):
         options = self.options
-        self.maker = example_maker(self.target, self.tokenizer, options)
+        vocab_size, _ = shape_of(self.target.get_input_embeddings())
+        stops = {*stop_ids(self.target, self.tokenizer)}
+        self.maker = ExampleMaker(self.tokenizer, options, vocab_size, stops)
         self.generator = self._answer_source() if options.regenerate else None
         self.reader: TargetReader | EngineStates | None = None
         if options.states:
@@ -222,11 +216,14 @@ class ShardBuilder:
             made_of["self_prompts"] = options.self_prompts
         if self.states_by is not None:
             made_of["states_by"] = self.states_by.servers.identity
+        if isinstance(self.generator, EngineAnswers):
+            made_of["engine"] = self.generator.engine.identity
+        elif options.regenerate:
+            made_of["batch_size"] = options.batch_size  # generate() pads so many prompts to one length
         if options.regenerate:
             made_of |= {
                 "max_new_tokens": options.max_new_tokens,
                 "generation": options.generation,
-                **self._answered_by(),
                 # what `generation` leaves out is as it says
                 "generation_config": digest(self.target.generation_config.to_json_string(ignore_metadata=True)),
             }
@@ -237,13 +234,6 @@ class ShardBuilder:
         """The values of manifests that earlier versions wrote otherwise, by field: the generation config's digest had
         transformers' version in it."""
         return {"source.generation_config": digest(self.target.generation_config.to_json_string(use_diff=False))}
-
-    def _answered_by(self) -> dict[str, Any]:
-        """Returns what answers follow from besides the call: the engine, or how many prompts generate() pads to one
-        length."""
-        if isinstance(self.generator, EngineAnswers):
-            return {"engine": self.generator.engine.identity}
-        return {"batch_size": self.options.batch_size}
 
 
 def _end_of_prompt(example: Columns) -> int:
