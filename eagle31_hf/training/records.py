@@ -102,13 +102,14 @@ class Shard(Items):
 
 
 class Joined(Records):
-    """Records of several sources, one after the other."""
+    """Records of several sources, one after the other; at most the first `most` of them."""
 
-    def __init__(self, parts: list[Records]):
+    def __init__(self, parts: list[Records], most: int | None = None):
         self._parts, self._ends = parts, [*accumulate(map(len, parts))]
+        self._num = self._ends[-1] if most is None else min(most, self._ends[-1])
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._num
 
     def _find(self, number: int) -> tuple[Records, int]:
         number = range(len(self))[number]
@@ -122,22 +123,6 @@ class Joined(Records):
     def __getitem__(self, index):
         part, number = self._find(index)
         return part[number]
-
-
-class First(Records):
-    """The first `count` records of others, all where there are not so many."""
-
-    def __init__(self, records: Records, count: int):
-        self._records, self._numbers = records, range(min(count, len(records)))
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def where(self, number: int) -> str:
-        return self._records.where(self._numbers[number])
-
-    def __getitem__(self, index):
-        return self._records[self._numbers[index]]
 
 
 def _checked(record: Any, place: str) -> Record:
@@ -190,13 +175,13 @@ def read_records(source: str, split: str = "train", max_samples: int | None = No
     ImportError where the `datasets` library is needed and missing.
     """
     if _is_local(source):
-        parts = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
-        records: Records = parts[0] if len(parts) == 1 else Joined(parts)
+        parts: list[Records] = [FILES.get(path.suffix.lower(), _text)(path) for path in _files(source)]
     else:
-        records = Items(source, _dataset(source, split, max_samples), "row")
+        parts = [Items(source, _dataset(source, split, max_samples), "row")]
+    records = Joined(parts, max_samples)
     if not len(records):
         raise ValueError(f"{source}: holds no records; expected at least one.")
-    return records if max_samples is None else First(records, max_samples)
+    return records
 
 
 def identity(source: str, split: str = "train", max_samples: int | None = None) -> str:
