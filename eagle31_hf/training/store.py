@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..json_file import read_json
-from ..storage.folders import write_json
+from ..storage.folders import check_new_folder, write_json
 from ..storage.sealed import open_sealed, write_sealed
 from ..storage.tensor_file import Entry
 from .ends import parts_of
@@ -109,16 +109,10 @@ def read_manifest(folder: str | Path) -> Manifest:
 def check_store_folder(folder: str | Path) -> None:
     """Raises ValueError for a folder that holds something else than a store, which several processes may be making."""
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(
-            f"{folder}: is a file; expected a folder that is new or empty, or one that prepare-data has made."
-        )
-    others = sorted(path.name for path in folder.glob("*") if not fnmatch(path.name, f"{MANIFEST}.*.partial"))
-    if others and not (folder / MANIFEST).is_file():  # looked for last: a store has its manifest before anything else
-        raise ValueError(
-            f"{folder}: holds {others[0]} and no {MANIFEST}; expected a folder that is new or empty, or one that"
-            " prepare-data has made. Name another."
-        )
+    others = [path for path in folder.glob("*") if not fnmatch(path.name, f"{MANIFEST}.*.partial")]
+    # looked for last: a store has its manifest before anything else
+    if folder.is_file() or (others and not (folder / MANIFEST).is_file()):
+        check_new_folder(folder, f"A store that goes on has a {MANIFEST}. Name another.")
 
 
 def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any] | None = None) -> None:
