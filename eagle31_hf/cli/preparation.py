@@ -43,7 +43,17 @@ def prepare_data(args: argparse.Namespace) -> int:
         raise ValueError(
             "neither --data nor --self-prompts is given; expected prompts, or the number of chats to make up."
         )
-    options = _options(args)
+    options = data_options(
+        args,
+        mask=args.mask,
+        template_augmentation=args.template_augmentation,
+        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        states=args.states,
+        layer_ids=args.layers,
+        dtype=args.states_dtype,
+        batch_size=args.batch_size,
+        records_per_shard=args.records_per_shard,
+    )
     check_store_folder(args.output)
     tokenizer = load_tokenizer(args.target, args.revision)
     if options.regenerate or options.states:
@@ -58,23 +68,9 @@ def prepare_data(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Any:
-    """Returns the options of the data. Raises ValueError for those that do not go together."""
-    return data_options(
-        args,
-        mask=args.mask,
-        template_augmentation=args.template_augmentation,
-        chat_template=None if args.chat_template is None else read_text(args.chat_template),
-        states=args.states,
-        layer_ids=args.layers,
-        dtype=args.states_dtype,
-        batch_size=args.batch_size,
-        records_per_shard=args.records_per_shard,
-    )
-
-
 def data_options(args: argparse.Namespace, **others: Any) -> Any:
-    """Returns the options of the data that `prepare-data` and `train` both have, and `others`."""
+    """Returns the options of the data that `prepare-data` and `train` both have, and `others`. Raises ValueError for
+    those that do not go together."""
     return PreparationOptions(
         max_length=args.max_length,
         split=args.split,
@@ -92,7 +88,7 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of the target's own answers. Raises ValueError where they are given and there are none."""
     lengths = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    generation = given | sampling_options(args)
+    generation = given | sampling_options(args)  # others are as in the target's own generation config
     if not is_regenerated(args) and (generation or lengths):
         raise ValueError(
             "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
@@ -110,7 +106,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
         return None
-    if not (is_regenerated(args) or getattr(args, "states", True)):  # eagle31 train, without --states, trains on them
+    if not (is_regenerated(args) or getattr(args, "states", True)):  # `train` has no --states, and trains on them
         raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
     timeout = {} if args.engine_timeout is None else {"timeout": args.engine_timeout}
     requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
