@@ -42,6 +42,7 @@ LEFT_BEHIND = (
     "If {output} holds a complete checkpoint or rows, the same command with --resume (in place of --overwrite) goes on"
     " with them; else begin anew. A drafter that was to be replaced is kept, by then in {output}/eagle31-replaced."
 )
+SAME = ("depth", "loss", "max_length", "learning_rate", "bf16", "seed", "report_to")  # as the trainer's arguments
 ANSWER_BATCH_SIZE = 32
 SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 
@@ -127,8 +128,6 @@ def move_aside(output: str) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that mean nothing beside each other."""
-    given = {"--draft-vocab-size": args.draft_vocab_size is not None, "--head": args.head != "target"}
-    fresh = [name for name, is_given in given.items() if is_given]
     if args.upgrade and args.drafter is None:
         raise ValueError("--upgrade makes an EAGLE 3 drafter an EAGLE 3.1 one; expected --drafter with it.")
     if torch.device(args.device).index:
@@ -140,9 +139,10 @@ def check_options(args: argparse.Namespace) -> None:
     answer_options(args)
     if args.answer_batch_size is not None and not is_regenerated(args):
         raise ValueError("--answer-batch-size is of regenerated answers; expected --regenerate too.")
-    if args.drafter is not None and fresh:
+    if args.drafter is not None and (args.draft_vocab_size is not None or args.head != "target"):
         raise ValueError(
-            f"{fresh[0]} is of a new drafter, and --drafter names one that has its own; expected one of the two."
+            "--draft-vocab-size and --head are of a new drafter, and --drafter names one that has its own; expected"
+            " one of the two."
         )
 
 
@@ -152,21 +152,14 @@ def arguments(args: argparse.Namespace) -> Any:
 
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
     evaluates = {"eval_strategy": "steps", "load_best_model_at_end": True} if args.eval_rows or args.eval_data else {}
-    options = {
+    options = {name: getattr(args, name) for name in SAME} | {
         "output_dir": args.output,
-        "depth": args.depth,
-        "loss": args.loss,
-        "max_length": args.max_length,
-        "learning_rate": args.learning_rate,
         "per_device_train_batch_size": args.batch_size,
         "num_train_epochs": args.epochs,
         "gradient_accumulation_steps": args.accumulate,
         "max_steps": args.steps or -1,
-        "bf16": args.bf16,
         "use_cpu": args.device == "cpu",
         "save_total_limit": 2,
-        "seed": args.seed,
-        "report_to": args.report_to,
         "disable_tqdm": args.json,
         "dataloader_pin_memory": args.device != "cpu",
     }
@@ -197,15 +190,18 @@ def stored_target(args: argparse.Namespace) -> Any:
 
     Raises ValueError for options that need the whole target.
     """
-    from ..training.recipe import target_in_store
+    from ..training.recipe import is_store
+    from ..training.store import read_manifest
+    from ..training.target import StoredTarget
 
-    target = target_in_store(args.data, args.target)
-    if target is not None and (args.upgrade or args.engine or is_regenerated(args)):
+    if not is_store(args.data) or read_manifest(args.data).layer_ids is None:
+        return None
+    if args.upgrade or args.engine or is_regenerated(args):
         raise ValueError(
             f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
             " --regenerate nor --self-prompts nor --engine."
         )
-    return target
+    return StoredTarget(args.data, args.target)
 
 
 def read_data(
@@ -241,20 +237,15 @@ def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:
     """Shows the outcome as one JSON object, or in a few lines."""
+    from ..training.recipe import line_of
+
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     result = {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}
     minutes = metrics["train_runtime"] / 60
     lines = [f"drafter  {args.output}, after {trainer.state.global_step:,} steps in {minutes:.1f} minutes"]
     if best:
-        served = (
-            f"; {best['eval_served_accepted_length']:.2f} in generate()"
-            if "eval_served_accepted_length" in best
-            else ""
-        )
-        lines.append(
-            f"accepted {best['eval_accepted_length']:.2f} tokens a target forward on the answers held out{served}"
-        )
+        lines.append(f"best     {line_of(best)}")
     lines.append(f"try it   eagle31 generate --target {args.target} --drafter {args.output} PROMPT")
     show(args, result, "\n".join(lines))
 

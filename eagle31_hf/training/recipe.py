@@ -34,7 +34,6 @@ from .prepare import prepare_data, records_of
 from .records import identity
 from .servers import Tell
 from .store import MANIFEST, HiddenStateStore, read_manifest
-from .target import StoredTarget
 
 EVAL_DATA = "eval-data"  # folder of what is evaluated on
 WORTH_TELLING = 0.05  # of the time
@@ -98,36 +97,29 @@ class ExampleReader:
 
     def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
-        if is_store(source):
-            store = HiddenStateStore(source)
-            store.check(tokenizer_fingerprint(self.tokenizer))
-            if self.options.self_prompts and name != EVAL_DATA:
-                raise ValueError(
-                    f"{source} is a store, to which no self-prompted chats are added here; expected the data it was"
-                    " made of, or a store made by prepare-data --self-prompts."
-                )
-            if self.options.max_samples is not None and name != EVAL_DATA:
-                raise ValueError(
-                    f"max_samples is {self.options.max_samples} and {source} is a store, which is read whole; expected"
-                    " the data it was made of, or a store made by prepare-data --max-samples."
-                )
-            if self.options.regenerate and not store.manifest.source["regenerate"]:
-                raise ValueError(
-                    f"{source} is a store of answers as the data has them, and answers are to be regenerated; expected"
-                    " the data it was made of, or a store made by prepare-data --regenerate."
-                )
-            return store, self._facts(source, store, store.skipped)
-        store = self._made(source, name)
-        return store, self._facts(source or "self-prompted chats", store, store.skipped)
-
-    def _made(self, source: str | None, name: str) -> HiddenStateStore:
-        """Makes the store of a source, each process of a distributed run its share of the shards."""
         options = self.options
         if name == EVAL_DATA:  # all that the caller names, and no more
             options = replace(options, self_prompts=0, max_samples=None)
+        if not is_store(source):
+            store = self._made(source, self.folder / name, options)
+            return store, self._facts(source or "self-prompted chats", store, store.skipped)
+        store = HiddenStateStore(source)
+        store.check(tokenizer_fingerprint(self.tokenizer))
+        is_regenerated = options.regenerate and not store.manifest.source["regenerate"]
+        asked = {"self_prompts": options.self_prompts, "max_samples": options.max_samples, "regenerate": is_regenerated}
+        for option, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"{option} is {value} and {source} is a store, which is read as it is; expected the data it was"
+                    f" made of, or a store made by prepare-data --{option.replace('_', '-')}."
+                )
+        return store, self._facts(source, store, store.skipped)
+
+    def _made(self, source: str | None, folder: Path, options: PreparationOptions) -> HiddenStateStore:
+        """Makes the store of a source, each process of a distributed run its share of the shards."""
         if not options.regenerate:
             return self._tokenized(source, options)
-        state, folder = PartialState(), self.folder / name
+        state = PartialState()
         part = (state.process_index, state.num_processes)
         prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
@@ -233,16 +225,6 @@ def _goes_on(examples: Any, index: int) -> bool:
     tokens, following = tokens_at(examples, index), tokens_at(examples, index + 1)
     length = int(tokens.answers.int().argmax())
     return length > 0 and torch.equal(tokens.input_ids[:length], following.input_ids[:length])
-
-
-def target_in_store(source: str | None, name: str) -> StoredTarget | None:
-    """Returns the parts of the target `name` that a store keeps with its states, or None for a source without states.
-
-    Training on stored states needs no more of the target.
-    """
-    if not is_store(source) or read_manifest(source).layer_ids is None:
-        return None
-    return StoredTarget(source, name)
 
 
 def draft_vocabulary(
