@@ -1,7 +1,6 @@
 """A Trainer whose runs can be resumed: whole checkpoints of a drafter and its optimizers, with finite weights, and none
 after a run has diverged."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from .arguments import Eagle31TrainingArguments
 from .card import note_training, write_card
 from .divergence import check
 from .optimizer import MUON, check_same, optimizer_names, with_muon
-from .saving import (
-    check_drafter,
-    check_finite,
-    checkpoints,
-    ended_state,
-    last_checkpoint,
-    remove_oldest,
-    without_limit,
-    write_record,
-)
+from .saving import check_drafter, check_finite, remove_oldest, without_limit, write_record
 from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
@@ -123,28 +113,11 @@ class CheckpointingTrainer(Trainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: Any,
-        trial: Any,
-    ) -> tuple[int, int]:
-        """Leaves a finished run finished where its last checkpoint is gone, and finds its best one where the folder was
-        moved to."""
-        begun = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint).parent
-            newest = last_checkpoint(self.args.output_dir)  # an earlier one, or another run's, is gone on from
-            is_newest = newest is not None and Path(newest).samefile(resume_from_checkpoint)
-            ended = ended_state(folder) if is_newest else None
-            if ended is not None and ended.global_step >= max_steps:
-                self.state = ended
-                self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-            best = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """Finds a run's best checkpoint where the folder was moved to."""
+        begun, checkpoint = super()._init_training_state(*args), args[3]
+        if checkpoint is not None:
+            best = Path(checkpoint).parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best.is_dir():  # spelled as the folder is now: what rotates checkpoints compares names
                 self.state.best_model_checkpoint = str(best)
         return begun
@@ -162,16 +135,10 @@ class CheckpointingTrainer(Trainer):
         if self.args.should_save:
             remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """Ends the run; with a limit of one checkpoint, the best one is what is kept."""
-        with without_limit(self.args) as limit:
-            output = super()._finalize_training(trial, num_train_samples, start_time)
-        best = self.state.best_model_checkpoint
-        if self.args.should_save and limit == 1 and best is not None:
-            for path in checkpoints(self._get_output_dir(trial)):
-                if not path.samefile(best):
-                    shutil.rmtree(path, ignore_errors=True)
-        return output
+    def _finalize_training(self, *args: Any) -> Any:
+        """Ends the run, and keeps its last checkpoint whatever the limit: a run is known by it to be finished."""
+        with without_limit(self.args):
+            return super()._finalize_training(*args)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .. import vocab
@@ -118,14 +117,6 @@ def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
                 " The checkpoints of the run are finite; where it is the dtype that is too narrow, save in bfloat16 or"
                 " float32."
             )
-
-
-def ended_state(folder: Path) -> TrainerState | None:
-    """Reads the state of a run that came to its end in the folder; None where none did, or it cannot be read."""
-    try:
-        return TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
 
 
 def checkpoints(folder: str | Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """`Eagle31Trainer`: transformers' Trainer for a drafter beside its frozen target. K depths."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
@@ -104,9 +102,6 @@ class Eagle31Trainer(CheckpointingTrainer):
         changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
         if changes:
             logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
-        if resume_from_checkpoint in (None, False) and self.args.should_save:
-            # an earlier run's, which says that it is finished
-            Path(self.args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
         try:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
