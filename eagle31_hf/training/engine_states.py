@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from ..targets.ends import ACTIVATION_DTYPES, execution_device
 from ..targets.layers import capture_states
-from .checkpoint_ends import ends_from_checkpoint
-from .ends import Scoring, TargetEnds
+from .ends import Scoring, TargetEnds, ends_from_checkpoint
 from .engine_server import Request, Server
 from .engines import GREEDY, UNLIKELY
 from .kinds import Tokens

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from ..diagnostics.attention_mass import state_norm
 from ..modeling import Eagle31DrafterModel
+from .attention import MassObserver
 from .chunked import Head, PredictionFigures, Predictions, chunked_loss
-from .drift import MassObserver
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import DEFAULT_LOSS, TargetDistribution, parse_mixture
 from .unroll import unroll

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from ..configuration import Eagle31Config
 from ..targets.layers import decoder_layers
+from .fresh import layer_ids_for
 from .servers import EngineOptions
-from .shapes import layer_ids_for
 
 MASKS = ("answers", "all")
 LEAST_TEXT = 4  # tokens of a piece of plain text

@@ -8,7 +8,7 @@ import torch
 from close import FORWARD, assert_close
 from factories import VARIANTS, build, inputs
 
-from eagle31_hf.training.drift import MassObserver
+from eagle31_hf.training.attention import MassObserver
 from eagle31_hf.training.unroll import unroll
 
 DEPTH, LENGTH = 3, 11

@@ -17,8 +17,7 @@ from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments
 from eagle31_hf.cli import main
 from eagle31_hf.cli.loading import load_outline
 from eagle31_hf.targets.layers import decoder_layers
-from eagle31_hf.training.checkpoint_ends import ends_from_checkpoint
-from eagle31_hf.training.ends import find_scoring
+from eagle31_hf.training.ends import ends_from_checkpoint, find_scoring
 from eagle31_hf.training.engine_server import Server
 from eagle31_hf.training.engine_states import StreamedStates, engine_states
 from eagle31_hf.training.fresh import new_drafter

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle31_hf.training.walk import answers_of, walk, walk_metrics
+from eagle31_hf.training.evaluation import answers_of, walk, walk_metrics
 
 
 def drafted(hits, stops):
