@@ -12,11 +12,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..modeling import Eagle31DrafterModel
+from . import saving
 from .arguments import Eagle31TrainingArguments
-from .card import note_training, write_card
-from .divergence import check
 from .optimizer import MUON, check_same, optimizer_names, with_muon
-from .saving import check_drafter, check_finite, remove_oldest, without_limit, write_record
 from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
@@ -126,18 +124,18 @@ class CheckpointingTrainer(Trainer):
         """Writes a checkpoint. The Trainer's state, written last, says that it is whole: that of an earlier run must
         not say it of this one. Weights that are not finite are never written.
         """
-        check(self)
+        saving.check_divergence(self)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        with without_limit(self.args) as limit:
+        with saving.without_limit(self.args) as limit:
             super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
+            saving.remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, *args: Any) -> Any:
         """Ends the run, and keeps its last checkpoint whatever the limit: a run is known by it to be finished."""
-        with without_limit(self.args):
+        with saving.without_limit(self.args):
             return super()._finalize_training(*args)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -158,13 +156,13 @@ class CheckpointingTrainer(Trainer):
             return
         folder = Path(output_dir or self.args.output_dir)
         self.settle_optimizer()
-        check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
+        saving.check_finite(folder, self.drafter.state_dict() if state_dict is None else state_dict)
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
-        note_training(self)
-        write_record(folder, self.drafter, self.learnt_by(), self.facts | {"optimizer": self.optimizer_names})
+        saving.note_training(self)
+        saving.write_record(folder, self.drafter, self.learnt_by(), self.facts | {"optimizer": self.optimizer_names})
         self.drafter.save_pretrained(folder, state_dict=state_dict)
-        write_card(folder, self.drafter, self.hub_model_id)
+        saving.write_card(folder, self.drafter, self.hub_model_id)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
@@ -172,10 +170,10 @@ class CheckpointingTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the drafter's own card, instead of the Trainer's."""
         if self.is_world_process_zero():
-            write_card(Path(self.args.output_dir), self.drafter, self.hub_model_id)
+            saving.write_card(Path(self.args.output_dir), self.drafter, self.hub_model_id)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_drafter(self.drafter, resume_from_checkpoint)
+        saving.check_drafter(self.drafter, resume_from_checkpoint)
         check_same(resume_from_checkpoint, self.optimizer_names)
         super()._load_from_checkpoint(resume_from_checkpoint, model if self.is_fsdp_enabled else self.drafter)
 

@@ -1,11 +1,12 @@
-"""Checkpoints of a run: which can be resumed, and what is written beside the weights."""
+"""Checkpoints of a run: which can be resumed, what is written beside the weights, and when a run has diverged: its
+weights are no longer finite, or its gradients with no scale of fp16."""
 
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, sort_checkpoints
 
 from .. import vocab
 from ..configuration import Eagle31Config
+from ..hub import CARD, render_card
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
@@ -35,6 +38,9 @@ FREE_FIELDS = {"target_model", "weights_from"}  # of a drafter's config, which s
 STAGED_RECORD = f"{RECORD}.partial"  # a record that is being written, left behind by a kill
 # names of checkpoints of a run; a user's checkpoint-best or checkpoint-100.bak is none
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
+CHECK_EVERY = 10  # steps; weights are also looked at where they are saved or evaluated
+# Where fp16 losses are scaled, a step that overflows is skipped, and halves the scale, which begins at 2**16.
+LEAST_SCALE = 2.0**-16
 
 
 def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -111,7 +117,7 @@ def check_data(checkpoint: str | Path, data: Any) -> None:
 def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError where a weight that is about to be written to `folder` is NaN or infinite."""
     for name, weight in weights.items():
-        if weight.is_floating_point() and weight.numel() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+        if num_not_finite([weight]):
             raise RuntimeError(
                 f"{folder}: {name} holds NaN or infinity as {weight.dtype}; expected finite weights, and wrote none."
                 " The checkpoints of the run are finite; where it is the dtype that is too narrow, save in bfloat16 or"
@@ -168,3 +174,68 @@ def last_checkpoint(folder: str | Path) -> str | None:
             return str(path)
         logger.warning("%s is left out: it was not written to its end (%s)", path, reason)
     return None
+
+
+class TrainingDivergedError(RuntimeError):
+    """Raised to stop a training whose weights or gradients are not finite; no such weights were saved."""
+
+
+def check_divergence(trainer: Trainer) -> None:
+    """Raises TrainingDivergedError, in all processes at once, where a trained weight is NaN or infinite, or where the
+    scale of fp16 losses has become that small that gradients cannot be finite. Waits for the device."""
+    scaler, args = trainer.accelerator.scaler, trainer.args
+    num_broken = num_not_finite(weight for weight in trainer.model.parameters() if weight.requires_grad)
+    num_broken += scaler is not None and scaler.get_scale() < LEAST_SCALE
+    if not int(trainer.accelerator.reduce(num_broken.to(args.device), "sum")):
+        return
+    kept = last_checkpoint(args.output_dir)
+    broken = "weights are" if scaler is None else "weights or gradients are"
+    found = f"the last checkpoint with finite weights is {kept}" if kept else "no checkpoint was written before"
+    again = "train its drafter on in a new run (eagle31 train --drafter)" if kept else "begin anew"
+    raise TrainingDivergedError(
+        f"{broken} not finite after step {trainer.state.global_step}. Training has diverged and was stopped; {found}."
+        f" To go on, {again} with lower rates, with max_grad_norm=1, or with bf16 instead of fp16."
+    )
+
+
+@torch.no_grad()
+def num_not_finite(weights: Iterable[Tensor]) -> Tensor:
+    """Returns the number of tensors with NaN or infinity (in this process's part, where sharded), a scalar on their
+    device, without copying them."""
+    num_broken = torch.zeros((), dtype=torch.long)
+    for weight in weights:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if local.is_floating_point() and local.numel():
+            is_finite = torch.stack(torch.aminmax(local)).isfinite().all()
+            num_broken = num_broken.to(local.device) + ~is_finite
+    return num_broken
+
+
+def note_training(trainer: Any) -> None:
+    """Adds to the facts of the drafter's card how far a `CheckpointingTrainer` has trained it, and how; of the
+    best checkpoint's weights, how far those were."""
+    args, state = trainer.args, trainer.state
+    step = state.global_step if trainer.saved_step is None else trainer.saved_step
+    facts, reach = trainer.drafter.card_facts.training, trainer.position_reach
+    batch = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+    facts |= {
+        "Steps": f"{step:,} of {batch} sequences of up to {args.max_length:,} tokens"
+        f"{f', positions spread up to {reach:,}' if reach else ''}",
+        "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
+        f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",
+        "Optimizer": f"{trainer.trained_by()}, {SchedulerType(args.lr_scheduler_type).value}",
+    }
+    logged = (entry for entry in reversed(state.log_history) if entry["step"] <= step)
+    evaluated = next((entry for entry in logged if "eval_accepted_length" in entry), None)
+    if evaluated is not None:
+        facts["Accepted length"] = (
+            f"{evaluated['eval_accepted_length']:.2f} a target forward, walking the answers held out,"
+            f" {args.eval_settings().depth} deep"
+        )
+
+
+def write_card(folder: Path, drafter: Eagle31DrafterModel, name: str | None) -> None:
+    """Writes the drafter's card into a folder. `name`: its repository's, by default the folder's."""
+    config: Any = drafter.config
+    card = render_card(config, drafter.card_facts, name or folder.resolve().name)
+    (folder / CARD).write_text(card, encoding="utf-8")

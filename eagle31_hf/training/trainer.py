@@ -18,7 +18,6 @@ from ..targets.layers import decoder_layers
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
-from .divergence import CHECK_EVERY, check
 from .ends import TargetEnds
 from .evaluation import EvalShare, Evaluation, served
 from .figures import TrainingFigures
@@ -27,7 +26,7 @@ from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
 from .read_ahead import TrainingBatches
-from .saving import changed_since, check_data, last_checkpoint
+from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
 from .spreading import position_skips
 from .target import TargetReader, ends_behind, shard
 
@@ -118,7 +117,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         depth (K,), over all processes. What is drawn for them follows from the run's seed, the step and the process, so
         that nothing else that is drawn changes it."""
         if self.state.global_step % CHECK_EVERY == 0:
-            check(self)
+            check_divergence(self)
         began = monotonic()
         samples = self._batches.take(epoch_iterator, num_batches)
         self._figures.add_waiting(monotonic() - began)
@@ -169,7 +168,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
             self._tr_loss.zero_()
         if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
-            check(self)
+            check_divergence(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Gives each process its share of the examples; none is counted twice, and all run equally many batches."""
@@ -199,7 +198,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures teacher-forced figures by depth, the accepted length by walking the answers, and what generate()
         accepts after a few prompts."""
         if self.is_in_train:
-            check(self)
+            check_divergence(self)
         model = self.model
         if not self.accelerator._models:
             model = self.accelerator.prepare_model(model, evaluation_mode=not self.is_fsdp_enabled)

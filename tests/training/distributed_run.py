@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import decoder_layers
-from eagle31_hf.training.divergence import TrainingDivergedError
 from eagle31_hf.training.output import check_output, once
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.saving import TrainingDivergedError
 
 # an odd number: with an example a process, in some step one process has no answers and the other has
 EMPTY = (0, 2, 3, 7, 11)

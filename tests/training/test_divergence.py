@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from training_runs import make_examples, make_trainer
 from transformers import TrainerCallback
 
-from eagle31_hf.training.divergence import CHECK_EVERY, LEAST_SCALE, TrainingDivergedError, check, num_not_finite
+from eagle31_hf.training.saving import CHECK_EVERY, LEAST_SCALE, TrainingDivergedError, check_divergence, num_not_finite
 
 LONG = {"num_train_epochs": 50, "max_grad_norm": 0.0, "matrix_learning_rate": None}
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
@@ -173,7 +173,7 @@ def test_weights_broken_before_the_first_step(tmp_path):
         TrainingDivergedError,
         match=r"^weights are not finite after step 0\. Training .* no checkpoint was written before",
     ):
-        check(trainer)
+        check_divergence(trainer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
