@@ -72,15 +72,9 @@ class JoinedOptimizer(Optimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives each part its own from what `state_dict` returned. Raises ValueError for another number of groups or
-        parameters."""
+        """Gives each part its own from what `state_dict` returned. Raises ValueError, as they do, for another number of
+        groups or parameters."""
         groups = list(state_dict["param_groups"])
-        found, expected = sizes(groups), sizes(self.param_groups)
-        if found != expected:
-            raise ValueError(
-                f"the optimizer's saved groups hold {found} parameters; expected {expected}: a run goes on with the"
-                " optimizers it began with."
-            )
         for part in self.parts:
             own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
             names = [name for group in own for name in group["params"]]
@@ -90,21 +84,13 @@ class JoinedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Tells those parts that know the difference that training goes on."""
-        self._tell("train")
+        for part in self.parts:
+            getattr(part, "train", lambda: None)()
 
     def eval(self) -> None:
         """Tells those parts that know the difference that weights are about to be used or saved."""
-        self._tell("eval")
-
-    def _tell(self, mode: str) -> None:
         for part in self.parts:
-            if callable(method := getattr(part, mode, None)):
-                method()
-
-
-def sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the number of parameters of each group."""
-    return [len(group["params"]) for group in groups]
+            getattr(part, "eval", lambda: None)()
 
 
 def matrices_of(drafter: Eagle31DrafterModel) -> list[Tensor]:

@@ -222,7 +222,7 @@ def test_states_of_other_groups_are_refused():
     drafter = build()
     muon = new_muon(matrices_of(drafter), *rates())
     joined = JoinedOptimizer([torch.optim.AdamW(drafter.norm.parameters()), muon])
-    with pytest.raises(ValueError, match="a run goes on with the optimizers it began with"):
+    with pytest.raises(ValueError, match="loaded state dict"):
         joined.load_state_dict(muon.state_dict())
 
 
