@@ -6,13 +6,15 @@ them on. N predictions, h drafter width, V and Vd the vocabularies of target and
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.distillation_loss import distillation_loss
+from ..modeling import Eagle31DrafterModel
 from .losses import DraftDistribution, TargetDistribution, mixed, overlap
 
 BYTES_AT_ONCE = 2**29  # of a chunk's fp32 logits, the drafter's and the target's
@@ -29,17 +31,6 @@ class Predictions:
     states: Tensor
     weights: Tensor
     at: Tensor
-
-
-@dataclass(frozen=True)
-class Head:
-    """A drafter's head: `score` computes draft logits (n, vocab_size) from states (n, h) and `parameters`, which get
-    gradients where they require any. `target_vocab_size`: V."""
-
-    score: Callable[[Tensor], Tensor]
-    parameters: Sequence[nn.Parameter]
-    vocab_size: int
-    target_vocab_size: int
 
 
 @dataclass
@@ -68,23 +59,24 @@ class PredictionFigures:
 def chunked_loss(
     mixture: dict[str, float],
     predictions: Predictions,
-    head: Head,
+    drafter: Eagle31DrafterModel,
     target_at: Callable[[Tensor], TargetDistribution],
     with_guesses: bool = True,
     bytes_at_once: int | None = None,
 ) -> tuple[Tensor, PredictionFigures]:
     """Returns the sum over predictions of weight times distance, a scalar, and the figures of every prediction.
 
-    `target_at`: indices of target states (n,) -> the target's distributions there. `bytes_at_once`: of the draft logits
-    of a chunk; by default what suits the device.
+    `drafter`: scores the states; its head gets gradients where it requires any. `target_at`: indices of target states
+    (n,) -> the target's distributions there. `bytes_at_once`: of the draft logits of a chunk; by default what suits the
+    device.
     """
     states, unit = predictions.states, unit_of(predictions.weights)
     weights = predictions.weights / unit
     order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
     # Made before the first chunk, so that they do not lie between blocks of memory that all chunks use.
     figures = PredictionFigures.empty(states, with_guesses)
-    bytes_at_once = bytes_at_once or _bytes_at_once(states, head)
-    chunk_size = max(1, bytes_at_once // (4 * head.vocab_size))
+    bytes_at_once = bytes_at_once or _bytes_at_once(states, drafter.config)
+    chunk_size = max(1, bytes_at_once // (4 * drafter.config.draft_vocab_size))
 
     def loss_of(logits: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of the predictions `chunk` (n,) and its gradient by their logits (n, Vd)."""
@@ -101,17 +93,17 @@ def chunked_loss(
             figures.greedy_acceptance[chunk] = target.p[which, guess]
         return weights[chunk] @ losses, by_logits
 
-    trained = [parameter for parameter in head.parameters if parameter.requires_grad]
-    loss = _Chunked.apply(states, order, chunk_size, head.score, loss_of, torch.is_grad_enabled(), *trained)
+    trained = [parameter for parameter in drafter.get_output_embeddings().parameters() if parameter.requires_grad]
+    loss = _Chunked.apply(states, order, chunk_size, drafter.score, loss_of, torch.is_grad_enabled(), *trained)
     return loss * unit, figures
 
 
-def _bytes_at_once(states: Tensor, head: Head) -> int:
+def _bytes_at_once(states: Tensor, config: Any) -> int:
     """Returns the bytes of a chunk's draft logits that suit the device. On a CPU a chunk has as many predictions as a
     state has entries, or more: each chunk adds to the head's gradient (Vd, h), which is as large as so many logits."""
     if states.device.type != "cpu":
-        return BYTES_AT_ONCE * head.vocab_size // (head.vocab_size + head.target_vocab_size)
-    return min(max(CACHED_BYTES, 4 * head.vocab_size * states.shape[1]), REUSED_BYTES)
+        return BYTES_AT_ONCE * config.draft_vocab_size // (config.draft_vocab_size + config.vocab_size)
+    return min(max(CACHED_BYTES, 4 * config.draft_vocab_size * states.shape[1]), REUSED_BYTES)
 
 
 def unit_of(weights: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ..diagnostics.attention_mass import state_norm
 from ..modeling import Eagle31DrafterModel
 from .attention import MassObserver
-from .chunked import Head, PredictionFigures, Predictions, chunked_loss
+from .chunked import PredictionFigures, Predictions, chunked_loss
 from .loss_mask import NORMALISATIONS, loss_denominators, supervised_positions
 from .losses import DEFAULT_LOSS, TargetDistribution, parse_mixture
 from .unroll import unroll
@@ -177,10 +177,8 @@ class DraftingObjective(nn.Module):
             logits = pad(logits, (0, drafter.config.vocab_size - logits.shape[-1]), value=float("-inf"))
             return TargetDistribution.from_logits(logits, ids)
 
-        parameters = list(drafter.get_output_embeddings().parameters())
-        head = Head(drafter.score, parameters, drafter.config.draft_vocab_size, drafter.config.vocab_size)
         predictions = record.predictions(batch.input_ids.shape[1])
-        return chunked_loss(mixture, predictions, head, target_at, with_guesses=self.watches)
+        return chunked_loss(mixture, predictions, drafter, target_at, with_guesses=self.watches)
 
 
 class UnrollRecord:

@@ -1,12 +1,14 @@
 """The chunked loss against the same loss of all predictions at once; what it holds at once; its figures."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from close import assert_close
 from torch import nn
 
 from eagle31_hf.training import chunked
-from eagle31_hf.training.chunked import Head, Predictions, chunked_loss
+from eagle31_hf.training.chunked import Predictions, chunked_loss
 from eagle31_hf.training.losses import DraftDistribution, TargetDistribution, mixed, overlap
 
 N, NUM_STATES = 40, 13  # predictions, and the target states they are compared with
@@ -21,6 +23,10 @@ MIXTURES = [
     {"lk_lambda": 1.0},
     {"ce": 1.0},
 ]
+
+
+def sizes(draft: int, whole: int) -> SimpleNamespace:
+    return SimpleNamespace(draft_vocab_size=draft, vocab_size=whole)
 
 
 class Setting:
@@ -45,8 +51,8 @@ class Setting:
 
     def chunked(self, mixture, chunk_size):
         predictions = Predictions(self.states, self.weights, self.at)
-        head = Head(self.score, list(self.head.parameters()), VD, V)
-        return chunked_loss(mixture, predictions, head, self.target_at, bytes_at_once=4 * VD * chunk_size)
+        drafter = SimpleNamespace(score=self.score, get_output_embeddings=lambda: self.head, config=sizes(VD, V))
+        return chunked_loss(mixture, predictions, drafter, self.target_at, bytes_at_once=4 * VD * chunk_size)
 
     def whole(self, mixture):
         """The same without chunks: gradients by hand, from those by the logits of all predictions."""
@@ -137,6 +143,6 @@ def test_nothing_supervised_is_a_loss_of_nothing_that_still_reaches_the_paramete
 def test_a_chunk_on_a_gpu_has_room_for_the_target_s_logits_too(draft, whole):
     """A small draft vocabulary would otherwise have chunks of so many predictions that the target's fill the GPU."""
     states = torch.empty(1, 4096, device="meta")  # no CPU
-    num = chunked._bytes_at_once(states, Head(lambda x: x, [], draft, whole)) // (4 * draft)
+    num = chunked._bytes_at_once(states, sizes(draft, whole)) // (4 * draft)
     assert num > 100
     assert num * 4 * (draft + whole) <= chunked.BYTES_AT_ONCE
