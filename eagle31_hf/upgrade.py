@@ -202,8 +202,8 @@ def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, st
     parts = zip(normed[FITTED].split(width, 1), weight.split(width, 1), strict=True)
     contributions = torch.stack([part @ block.T for part, block in parts], -1)
     scales = torch.linalg.lstsq(
-        contributions.flatten(0, 1).double(), fused[FITTED].reshape(-1, 1).double()
-    ).solution.float()
+        contributions.flatten(0, 1).cpu().double(), fused[FITTED].reshape(-1, 1).cpu().double()
+    ).solution.to(weight)
     w = scales.expand(n, width).reshape(-1).clone()
     scalar = movement(w)
     best = _conjugate_gradients(normed[FITTED], fused[FITTED], weight, w, movement)

@@ -48,13 +48,14 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
     if head is None:
         raise ValueError(f"{name} has no output head; expected a causal language model.")
     tokens = torch.arange(PROBE_TOKENS, device=execution_device(target))[None] % config.vocab_size
-    logits = target(input_ids=tokens, use_cache=False).logits.double()
+    # compared on the CPU: not every device has float64
+    logits = target(input_ids=tokens, use_cache=False).logits.cpu().double()
     if not logits.isfinite().all():
         raise ValueError(
             f"{name}: its logits are not finite on a probe in {target.dtype}; load it in another dtype, or mend its"
             " weights."
         )
-    scores = scores_of(head, last_state(target, tokens)).double().to(logits.device)
+    scores = scores_of(head, last_state(target, tokens)).cpu().double()
     if logits.shape[-1] != scores.shape[-1]:
         raise ValueError(
             f"{name}: its logits are of {logits.shape[-1]} tokens, its head's output of {scores.shape[-1]}; expected"

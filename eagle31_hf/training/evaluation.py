@@ -24,7 +24,7 @@ from .arguments import Eagle31TrainingArguments
 from .chunked import PredictionFigures
 from .documents import Text, runs
 from .kinds import tokens_of
-from .objective import Batch, Settings, UnrollRecord, means_of
+from .objective import Batch, Settings, UnrollRecord, means_of, sum_dtype
 
 logger = logging.get_logger(__name__)
 BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
@@ -98,7 +98,7 @@ class Evaluation:
         of `walk_metrics`, over all processes."""
         assert self.sums is not None
         sums = accelerator.reduce(self.sums, "sum").cpu()
-        walked = accelerator.reduce(self.walked.to(self.sums.device), "sum")
+        walked = accelerator.reduce(self.walked.to(self.sums), "sum")
         figures = means_of(sums)
         distances = zip(self.settings.depth_weights, figures.get("distance", []), strict=False)
         metrics = {"loss": sum(weight * distance for weight, distance in distances)}
@@ -135,7 +135,7 @@ def served(
     per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
     counts = torch.tensor(
         [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position],
-        dtype=torch.float64,
+        dtype=sum_dtype(accelerator.device),
         device=accelerator.device,
     )
     rounds, tokens, *accepted = accelerator.reduce(counts, "sum").cpu().tolist()

@@ -47,6 +47,11 @@ OF_ALL = ("distance", "accuracy", "acceptance", "coverage", "state_norm")
 OF_WATCHED = ("greedy_acceptance", "sink_mass", "prompt_mass", "own_mass", "self_mass")
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype in which a device adds up figures: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def means_of(sums: Tensor) -> dict[str, list[float]]:
     """Returns the mean of every figure by depth, from sums (2 + figures, K) as `UnrollRecord.sums` gives them; 0 at a
     depth without predictions, no figure where all are."""
@@ -214,15 +219,16 @@ class UnrollRecord:
 
     def sums(self, figures: PredictionFigures) -> Tensor:
         """Returns by depth the number of predictions, the number of those that are watched, and the sums of OF_ALL and
-        OF_WATCHED: (2 + figures, K) in fp64, which processes and batches add up."""
+        OF_WATCHED: (2 + figures, K) in `sum_dtype`, which processes and batches add up."""
+        dtype = sum_dtype(figures.loss.device)
 
         def total(figure: Tensor) -> Tensor:
-            return torch.stack([part.double().sum() for part in self.by_depth(figure)])
+            return torch.stack([part.to(dtype).sum() for part in self.by_depth(figure)])
 
         columns = (figures.loss, figures.is_right, figures.acceptance, figures.coverage, torch.cat(self.norms))
-        counts = torch.tensor([float(len(sequence)) for sequence in self.sequence], device=figures.loss.device)
+        counts = torch.tensor([len(sequence) for sequence in self.sequence], dtype=dtype, device=figures.loss.device)
         watched, of_watched = torch.zeros_like(counts), figures.loss.new_zeros(len(OF_WATCHED), len(figures.loss))
         if self.masses:
             watched = counts
             of_watched = torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
-        return torch.stack([counts.double(), watched.double(), *(total(column) for column in (*columns, *of_watched))])
+        return torch.stack([counts, watched, *(total(column) for column in (*columns, *of_watched))])

@@ -10,7 +10,7 @@ from factories import NORMS, VARIANTS, VOCAB, build, chain, inputs, target
 from torch.nn.functional import kl_div
 
 from eagle31_hf.training.loss_mask import CONVENTIONS, loss_denominators
-from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
+from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of, sum_dtype
 from eagle31_hf.training.target import TargetReader
 
 DEPTH = 4
@@ -196,6 +196,17 @@ def test_the_loss_is_in_fp32_under_autocast():
     assert not any(seen), "the target's logits are rounded"
     assert outputs["loss"].dtype == outputs["figures"].loss.dtype == torch.float32
     assert_close("loss", outputs["loss"], expected["loss"], 0.05)
+
+
+def test_figures_are_added_up_in_fp32_where_there_is_no_fp64(monkeypatch):
+    """As on Apple's GPUs."""
+    assert sum_dtype(torch.device("mps")) == torch.float32
+    drafter = build()
+    expected = objective_of(drafter)(batch_of(drafter))["sums"]
+    monkeypatch.setattr("eagle31_hf.training.objective.sum_dtype", lambda device: torch.float32)
+    found = objective_of(drafter)(batch_of(drafter))["sums"]
+    assert (expected.dtype, found.dtype) == (torch.float64, torch.float32)
+    assert_close("sums", found.double(), expected, SUMMED)
 
 
 def test_the_target_is_no_part_of_what_is_trained():
