@@ -266,6 +266,7 @@ def _fit_norm_output(
     unit = x * (x.pow(2).mean(-1, keepdim=True) + drafter.config.rms_norm_eps).rsqrt()
     weights = x.norm(dim=1, keepdim=True).clamp(min=1e-12).pow(-2)
     scale = (weights * unit * x)[FITTED].sum(0) / (weights * unit.pow(2))[FITTED].sum(0).clamp(min=1e-20)
+    scale = torch.where(scale > 0, scale, 1.0)  # of a channel that is 0 in all states, nothing follows
     old = upgraded.norm.weight.float()
     head = upgraded.lm_head.weight.float() * (old / scale)
     upgraded.norm.weight.copy_(scale)

@@ -58,6 +58,17 @@ def test_logits_of_a_given_state_stay(fields):
 
 
 @torch.no_grad()
+def test_a_channel_that_is_0_in_all_states_is_left_as_it_is():
+    drafter = build(**EAGLE3)
+    layer = drafter.layers[0]
+    for matrix in (drafter.fc, layer.self_attn.o_proj, layer.mlp.down_proj):
+        matrix.weight[3] = 0.0
+    result = upgraded(drafter)
+    assert result.norm.weight[3] == 1.0
+    assert result.lm_head.weight.isfinite().all()
+
+
+@torch.no_grad()
 def test_what_norms_can_express_is_found_exactly():
     drafter, expected = build(**EAGLE3), build(fc_norm=True, norm_output=False)
     fused = expected.fuse_target_states
