@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -27,35 +27,25 @@ from .kinds import tokens_of
 from .objective import Batch, Settings, UnrollRecord, means_of, sum_dtype
 
 logger = logging.get_logger(__name__)
-BLANK = {"input_ids": [0, 0, 0], "answers": [False] * 3}  # an example of which nothing is counted
 PROMPT_SHARE = 4  # of plain text, which has no prompt, the first quarter serves as one
 
 
-class EvalShare(Dataset):
-    """The examples that one of `count` processes evaluates: every `count`-th from `index` on, and a blank one where
-    other processes have one more."""
-
-    def __init__(self, examples: Any, index: int, count: int):
-        self.examples = examples
-        self.index = index
-        self.count = count
-
-    def __len__(self) -> int:
-        return -(-len(self.examples) // self.count)
-
-    def __getitem__(self, i: int) -> Any:
-        at = self.index + range(len(self))[i] * self.count
-        if at < len(self.examples):
-            return self.examples[at]
-        return blank_like(self.examples[0])
+def share_of(examples: Any, index: int, count: int) -> Dataset:
+    """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on, and a blank one
+    where other processes have one more."""
+    mine = Subset(examples, range(index, len(examples), count))
+    blanks: Any = [blank_like(examples[0])] * (-(-len(examples) // count) - len(mine))
+    share: Any = ConcatDataset([mine, blanks]) if blanks else mine
+    share.examples = examples
+    return share
 
 
 def blank_like(example: Any) -> dict[str, Any]:
-    """Makes an example without answers, with states where the given one has them."""
+    """Makes an example of which nothing is counted, with states where the given one has them."""
     states = {
         name: torch.as_tensor(example[name])[:1].repeat(3, 1) for name in ("states", "last_states") if name in example
     }
-    return BLANK | states
+    return {"input_ids": [0, 0, 0], "answers": [False] * 3} | states
 
 
 class Evaluation:
@@ -169,14 +159,13 @@ def walk(hits: Tensor, stops: bool = True) -> Tensor:
 
 
 def walk_metrics(counts: Tensor) -> dict[str, float]:
-    """Returns the figures of an evaluation from the counts of `walk` (2 + K,), none before the first round.
+    """Returns the figures of an evaluation from the counts of `walk` (2 + K,), all 0 where there was no round.
 
     `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
     `_no_bonus`: without it. `walked_acceptance_1` on: the share of rounds that accept each position.
     """
     rounds, tokens, *accepted = counts.tolist()
-    if not rounds:
-        return {}
+    rounds = max(1.0, rounds)
     return {
         "accepted_length": tokens / rounds,
         "accepted_length_no_bonus": sum(accepted) / rounds,

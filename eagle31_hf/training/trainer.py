@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
@@ -19,7 +19,7 @@ from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .ends import TargetEnds
-from .evaluation import EvalShare, Evaluation, served
+from .evaluation import Evaluation, served, share_of
 from .figures import TrainingFigures
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
@@ -172,11 +172,14 @@ class Eagle31Trainer(CheckpointingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Gives each process its share of the examples; none is counted twice, and all run equally many batches."""
-        examples = self.eval_dataset if eval_dataset is None else eval_dataset
+        examples: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         examples = self.eval_dataset[examples] if isinstance(examples, str) else examples
-        if examples is None or not hasattr(examples, "__len__"):
-            raise ValueError(f"eval_dataset is a {type(examples).__name__}; expected rows with a length.")
-        share: Dataset = EvalShare(examples, self.args.process_index, self.args.world_size)
+        if not hasattr(examples, "__len__") or not len(examples) or isinstance(examples[0], list):
+            raise ValueError(
+                f"eval_dataset is a {type(examples).__name__}; expected examples with a length, one at least, and not"
+                " packed: each is evaluated by itself."
+            )
+        share = share_of(examples, self.args.process_index, self.args.world_size)
         return DataLoader(
             share,
             self.args.eval_batch_size,

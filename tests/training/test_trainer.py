@@ -32,6 +32,7 @@ from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.figures import TrainingFigures
 from eagle31_hf.training.objective import OF_ALL, OF_WATCHED
+from eagle31_hf.training.packing import PackedExamples
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
 from eagle31_hf.training.target import TargetReader
 from eagle31_hf.training.trainer import logger as trainer_logger
@@ -294,6 +295,22 @@ def test_predict_measures_as_evaluate_does(tmp_path):
     found = {name.partition("_")[2]: value for name, value in trainer.predict(make_examples(3)).metrics.items()}
     expected = trainer.evaluate()
     assert found["accepted_length"] == expected["eval_accepted_length"]
+
+
+def test_held_out_answers_in_which_nothing_can_be_drafted_end_no_run(tmp_path):
+    """As of one token each: the best checkpoint is chosen by an accepted length of 0."""
+    held_out = [{"input_ids": [1, 2, 3, 4, 5], "answers": [False] * 4 + [True]}] * 2
+    options = PLAIN | {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "load_best_model_at_end": True}
+    trainer = make_trainer(tmp_path, eval_dataset=held_out, **options)
+    trainer.train()
+    assert trainer.state.best_metric == 0.0
+
+
+@pytest.mark.parametrize("held_out", [[], PackedExamples(make_examples(3), 64)], ids=["none", "packed"])
+def test_what_cannot_be_evaluated_on_is_refused(tmp_path, held_out):
+    with pytest.raises(ValueError, match=r"expected examples with a length, one at least, and not packed"):
+        make_trainer(tmp_path, eval_dataset=held_out, **PLAIN).evaluate()
 
 
 def test_a_process_without_a_prompt_does_not_wait_for_those_that_are_refused(tmp_path, monkeypatch):

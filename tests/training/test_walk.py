@@ -44,7 +44,7 @@ def test_walks_add_up():
     for k in (1, 2, 3):
         accepted = sum(walk_metrics(counts)[f"walked_acceptance_{k}"] * float(counts[0]) for counts in walks)
         assert found[f"walked_acceptance_{k}"] == pytest.approx(accepted / rounds)
-    assert walk_metrics(torch.zeros(5)) == {}
+    assert {*walk_metrics(torch.zeros(5)).values()} == {0.0}
 
 
 def test_where_answers_are():
