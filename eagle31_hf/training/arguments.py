@@ -1,6 +1,7 @@
 """The arguments of a training run: transformers' own, with defaults that suit drafters, and those of a drafter."""
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,6 +48,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool | None = False
     ddp_find_unused_parameters: bool | None = False
+    ddp_timeout: int = 86_400  # seconds; while one process makes data the others wait
 
     matrix_learning_rate: float | None = field(
         default=MATRIX_RATE,
@@ -116,7 +118,7 @@ class Eagle31TrainingArguments(TrainingArguments):
             if isinstance(usual, int | float) and not isinstance(usual, bool):
                 kind: Any = Integral if isinstance(usual, int) else Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool) and value == value
-                if not is_number or (abs(value) == float("inf") and declared.name not in UNBOUNDED):
+                if not is_number or (abs(value) == inf and declared.name not in UNBOUNDED):
                     expected = "an integer" if kind is Integral else "a finite number"
                     expected += ", or None (null in JSON)" * (declared.name in NUMBERS)
                     raise ValueError(f"Eagle31TrainingArguments: {declared.name} is {value!r}; expected {expected}.")
@@ -131,8 +133,9 @@ class Eagle31TrainingArguments(TrainingArguments):
             (rate is None or rate > 0, f"matrix_learning_rate is {rate}; expected a rate above 0, or None"),
             (1 <= self.depth <= MAX_DEPTH, f"depth is {self.depth}; expected 1 to {MAX_DEPTH}"),
             (
-                weights is None or len(weights) == self.depth,
-                f"depth_weights are {weights} and depth is {self.depth}; expected as many",
+                weights is None
+                or (len(weights) == self.depth and all(isinstance(each, Real) and 0 <= each < inf for each in weights)),
+                f"depth_weights are {weights} and depth is {self.depth}; expected as many numbers of at least 0",
             ),
             (
                 self.loss_mask in CONVENTIONS,

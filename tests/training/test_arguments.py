@@ -24,6 +24,8 @@ def arguments(**options) -> Eagle31TrainingArguments:
         ({"train_prompts": "False"}, "train_prompts is 'False'; expected true or false"),
         ({"packing": None}, "packing is None; expected true or false"),
         ({"train_head": 0}, "train_head is 0; expected true or false"),
+        ({"depth_weights": ["a"], "depth": 1}, "expected as many numbers of at least 0"),
+        ({"depth_weights": [1.0, math.nan], "depth": 2}, "depth_weights are [1.0, nan] and depth is 2"),
         ({"depth": 0}, f"depth is 0; expected 1 to {MAX_DEPTH}"),
         ({"depth": 100_000}, f"depth is 100000; expected 1 to {MAX_DEPTH}"),
         ({"eval_depth": MAX_DEPTH + 1}, f"eval_depth is {MAX_DEPTH + 1}; expected 1 to {MAX_DEPTH}"),
@@ -33,6 +35,11 @@ def test_refused(options, words):
     with pytest.raises(ValueError, match="Eagle31TrainingArguments") as caught:
         arguments(**options)
     assert words in str(caught.value)
+
+
+def test_processes_wait_for_data_that_one_of_them_makes():
+    """Of many chats for longer than the half hour that torch waits by default."""
+    assert arguments().ddp_timeout == 86_400
 
 
 def test_allowed():
