@@ -113,6 +113,8 @@ BAD = {
         "--set: got norm_ouput; expected a field of Eagle31Config: did you mean norm_output?",
     ),
     "a setting of another type": ([*TRAIN, "--set", "max_grad_norm=x"], "max_grad_norm"),
+    "an output besides": ([*TRAIN, "--set", "output_dir=b"], "the folder of a run is --output"),
+    "a part for one process": ([*TRAIN, "--set", "shard_target=true"], "this is the only process; expected several"),
     "upgrading nothing": ([*TRAIN, "--upgrade"], "expected --drafter with it"),
     "a vocabulary of a drafter": (
         [*TRAIN, "--drafter", "drafter", "--draft-vocab-size", "5"],

@@ -55,6 +55,11 @@ def train(args: argparse.Namespace) -> int:
         args.self_prompts = SELF_PROMPTS
     check_options(args)
     settings = arguments(args)
+    if settings.shard_target and settings.world_size == 1:
+        raise ValueError(
+            "shard_target has each process keep a part of the target, and this is the only process; expected several,"
+            " by accelerate launch, or no shard_target."
+        )
     with claim(settings.output_dir):
         return run(args, settings)
 
@@ -135,6 +140,8 @@ def check_options(args: argparse.Namespace) -> None:
             f"--device: got {args.device}; training runs on the first GPU that it sees. Expected cuda, and the number"
             " of another in the variable CUDA_VISIBLE_DEVICES."
         )
+    if "output_dir" in dict(args.set):
+        raise ValueError("--set output_dir: the folder of a run is --output; expected it there.")
     engine_options(args)
     answer_options(args)
     if args.answer_batch_size is not None and not is_regenerated(args):
