@@ -5,7 +5,6 @@ import torch
 from close import assert_close
 from conftest import VOCAB, build_target
 
-from eagle31_hf.training import fresh
 from eagle31_hf.training.fresh import choose_vocabulary, count_answers, new_drafter
 
 KINDS = ("llama", "qwen3", "gpt2", "gemma3_window_8", "mistral_window_8")
@@ -60,9 +59,7 @@ def test_a_misspelt_field_is_refused():
         new_drafter(build_target(), norm_ouput=False)
 
 
-@pytest.mark.parametrize("counted_at_once", [1, 4, fresh.COUNTED_AT_ONCE])
-def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text(monkeypatch, counted_at_once):
-    monkeypatch.setattr(fresh, "COUNTED_AT_ONCE", counted_at_once)
+def test_the_vocabulary_is_the_most_frequent_answers_and_what_ends_a_text():
     examples = [
         {"input_ids": torch.tensor([7, 3, 3, 4]), "answers": torch.tensor([False, True, True, True])},
         {"input_ids": [7, 7, 5, 3], "answers": [False, False, True, True]},
