@@ -20,19 +20,25 @@ from .skipped import Skipped
 from .store import write_shard
 
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
+QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container: microseconds of all cores in a period, and the period
 Refusals = list[tuple[int, Skipped]]
 _builder: ShardBuilder  # of a process that makes shards, and the folder they go to
 _folder: str | Path
 
 
 def processes(options: PreparationOptions) -> int:
-    """Returns how many processes tokenize: as many as are asked for, or as there are cores for this process. One where
-    processes cannot be forked."""
+    """Returns how many processes tokenize: as many as are asked for, or as there are cores for this process, in a
+    container no more than it is allowed. One where processes cannot be forked."""
     if "fork" not in get_all_start_methods():
         return 1
     if options.processes is not None:
         return options.processes
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = map(int, Path(QUOTA).read_text().split())
+    except (OSError, ValueError):  # there is none
+        return cores
+    return max(1, min(cores, quota // period))
 
 
 def in_processes(

@@ -17,7 +17,7 @@ from transformers import TrainerState
 from eagle31_hf.cli.training import starting_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
-from eagle31_hf.training.processes import in_processes
+from eagle31_hf.training.processes import in_processes, processes
 from eagle31_hf.training.recipe import (
     ExampleReader,
     ProgressLines,
@@ -275,12 +275,21 @@ def test_a_source_is_tokenized_once_for_all_runs_that_read_it_alike(target, spel
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_processes_make_the_shards_that_one_makes(target, speller, source, tmp_path, count):
-    for folder, processes in (("one", 1), ("several", count)):
-        options = replace(OPTIONS, records_per_shard=4, processes=processes)
+    for folder, num in (("one", 1), ("several", count)):
+        options = replace(OPTIONS, records_per_shard=4, processes=num)
         prepare_data(target, speller, source, tmp_path / folder, options)
     found = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "several")]
     assert found[0] == found[1]
     assert len(found[0]) == 1 + -(-RECORDS // 4)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 5), ("", 5)])
+def test_a_container_has_no_more_processes_than_cores_that_it_is_allowed(tmp_path, monkeypatch, quota, expected):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr("eagle31_hf.training.processes.QUOTA", str(tmp_path / "cpu.max"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(5)}, raising=False)
+    assert processes(OPTIONS) == expected
+    assert processes(replace(OPTIONS, processes=7)) == 7
 
 
 def test_a_killed_process_is_named_and_what_is_complete_is_kept(target, speller, source, tmp_path, monkeypatch):
