@@ -56,20 +56,17 @@ class UnrollAttention:
         seen = [*depths[: self.depth], (k, v)]
         later = [pair for d, pair in enumerate(seen) if d > 0 and (window is None or self.depth - d < window)]
         way = way_of(q, v, is_masked=window is not None)
-        mask = self.first_mask(q, window) if way == DENSE else None
+        mask = None
+        if way == DENSE:  # kernels read the spans of the texts
+            mask = first_mask(q.shape[2], self.depth, window, q.device)[None, None]
+            if self.documents is not None:
+                mask = mask & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
         groups = q.shape[1] // k.shape[1]
         flat = [x.repeat_interleave(groups, dim=1) for pair in (seen[0], *later) for x in pair]
         out, lse = JoinedAttention.apply(q, mask, layer.scaling, self.spans, way, *flat)
         if layer.layer_idx == 0 and self.observe is not None:
             self.observe(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, mask))
         return out.transpose(1, 2)
-
-    def first_mask(self, q: Tensor, window: int | None) -> Tensor:
-        """Returns which keys of depth 0 are seen: (1 or B, 1, S, S)."""
-        mask = first_mask(q.shape[2], self.depth, window, q.device)[None, None]
-        if self.documents is None:
-            return mask
-        return mask & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
 
 
 @dataclass

@@ -4,8 +4,7 @@ B sequences, T tokens, ht target width, V target vocabulary.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +159,9 @@ def ends_from_checkpoint(outline: PreTrainedModel, revision: str | None = None) 
     """
     config = without_layers(outline.config)
     try:
-        with _quietly():
+        with ExitStack() as after:  # the weights of all layers are left out, which transformers would list
+            after.callback(logging.set_verbosity, logging.get_verbosity())
+            logging.set_verbosity_error()
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 outline.name_or_path, config=config, dtype=outline.dtype, revision=revision, output_loading_info=True
             )
@@ -204,27 +205,12 @@ def final_norm(bare: PreTrainedModel) -> nn.Module:
     none does."""
     given = list[tuple[nn.Module, Any]]()
     num_ids, _ = shape_of(bare.get_input_embeddings())
-    handles = [
-        module.register_forward_hook(lambda module, args, output: given.append((module, output)))
-        for module in bare.modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in bare.modules():
+            hook = module.register_forward_hook(lambda module, args, output: given.append((module, output)))
+            hooks.callback(hook.remove)
         last = last_state(bare, torch.arange(PROBE_TOKENS)[None] % num_ids)
-    finally:
-        for handle in handles:
-            handle.remove()
     for module, output in given:  # inner modules return before outer ones: the first with this tensor has made it
         if output is last:
             return module
     raise ValueError("no module gives its last state")
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """A context in which transformers does not list the weights of all layers as left out."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
