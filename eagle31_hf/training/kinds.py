@@ -40,15 +40,10 @@ class Tokens:
     answers: Tensor
 
 
-ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")} | {
+ROLES = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "model", "chatbot"), "assistant"),
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "claude": "assistant",
-    "model": "assistant",
-    "chatbot": "assistant",
     "observation": "tool",
 }
 MARKS: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(("answers", "loss_mask", "assistant_masks"), Tensor.bool)
