@@ -16,8 +16,7 @@ from transformers import TrainerState
 
 from eagle31_hf.cli.training import starting_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
-from eagle31_hf.training.prepare import prepare_data
-from eagle31_hf.training.processes import in_processes, processes
+from eagle31_hf.training.prepare import in_processes, prepare_data, processes
 from eagle31_hf.training.recipe import (
     ExampleReader,
     ProgressLines,
@@ -286,7 +285,7 @@ def test_processes_make_the_shards_that_one_makes(target, speller, source, tmp_p
 @pytest.mark.parametrize(("quota", "expected"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 5), ("", 5)])
 def test_a_container_has_no_more_processes_than_cores_that_it_is_allowed(tmp_path, monkeypatch, quota, expected):
     (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr("eagle31_hf.training.processes.QUOTA", str(tmp_path / "cpu.max"))
+    monkeypatch.setattr("eagle31_hf.training.prepare.QUOTA", str(tmp_path / "cpu.max"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(5)}, raising=False)
     assert processes(OPTIONS) == expected
     assert processes(replace(OPTIONS, processes=7)) == 7
