@@ -19,8 +19,7 @@ from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .ends import TargetEnds
-from .evaluation import Evaluation, served, share_of
-from .figures import TrainingFigures
+from .evaluation import Evaluation, TrainingFigures, served, share_of
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective

@@ -30,7 +30,7 @@ from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
-from eagle31_hf.training.figures import TrainingFigures
+from eagle31_hf.training.evaluation import TrainingFigures
 from eagle31_hf.training.objective import OF_ALL, OF_WATCHED
 from eagle31_hf.training.packing import PackedExamples
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
@@ -351,7 +351,7 @@ def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, mo
     """By a clock whose n-th reading is n squared: a log of two steps reads it when it has its batches, at the first
     one, and then, 3 s later, at its end."""
     ticks = itertools.count()
-    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: float(next(ticks) ** 2))
+    monkeypatch.setattr("eagle31_hf.training.evaluation.monotonic", lambda: float(next(ticks) ** 2))
     examples = make_examples(4)
     trainer = make_trainer(tmp_path, examples, logging_steps=2)
     trainer.train()
@@ -383,7 +383,7 @@ def test_batches_are_read_by_a_thread_and_stay_on_the_host_until_they_are_traine
 
 def test_the_share_of_time_that_waits_for_data(monkeypatch):
     clock = iter([10.0, 20.0, 22.0])
-    monkeypatch.setattr("eagle31_hf.training.figures.monotonic", lambda: next(clock))
+    monkeypatch.setattr("eagle31_hf.training.evaluation.monotonic", lambda: next(clock))
     accelerator, figures = Accelerator(cpu=True), TrainingFigures(torch.device("cpu"))
     for waited, share in (([7.0, 2.0, 0.5], 0.25), ([1.0], 0.5)):  # what comes before the first batches does not count
         for seconds in waited:
