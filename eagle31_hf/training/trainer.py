@@ -190,12 +190,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         return self.get_eval_dataloader(test_dataset)
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only=None,
-        ignore_keys=None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Measures teacher-forced figures by depth, the accepted length by walking the answers, and what generate()
         accepts after a few prompts."""
