@@ -31,9 +31,7 @@ from .preparation import (
     add_self_prompts,
     add_split,
     add_template_option,
-    answer_options,
     data_options,
-    engine_options,
     is_regenerated,
 )
 from .target import target_for
@@ -54,6 +52,12 @@ def train(args: argparse.Namespace) -> int:
     if args.data is None and args.self_prompts is None:
         args.self_prompts = SELF_PROMPTS
     check_options(args)
+    options = data_options(
+        args,
+        batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE,
+        states=args.engine is not None,
+        layer_ids=asked_layers(args) if args.engine else None,
+    )
     settings = arguments(args)
     if settings.shard_target and settings.world_size == 1:
         raise ValueError(
@@ -61,10 +65,10 @@ def train(args: argparse.Namespace) -> int:
             " by accelerate launch, or no shard_target."
         )
     with claim(settings.output_dir):
-        return run(args, settings)
+        return run(args, settings, options)
 
 
-def run(args: argparse.Namespace, settings: Any) -> int:
+def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     """Goes through a run from its data to the saved drafter."""
     from ..training.output import check_output, discard_replaced, once
     from ..training.recipe import asked_data, log_in_lines
@@ -75,12 +79,6 @@ def run(args: argparse.Namespace, settings: Any) -> int:
     checkpoint = once(lambda: check_output(output, args.resume, args.overwrite))
     tokenizer = load_tokenizer(args.target, args.revision)
     stored = stored_target(args)
-    options = data_options(
-        args,
-        batch_size=args.answer_batch_size or ANSWER_BATCH_SIZE,
-        states=args.engine is not None,
-        layer_ids=asked_layers(args) if args.engine else None,
-    )
     if checkpoint is not None:
         once(lambda: check_data(checkpoint, asked_data(args.data, args.eval_data, options)))
     # what answers, or is calibrated on, runs in each process by itself
@@ -142,8 +140,6 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if "output_dir" in dict(args.set):
         raise ValueError("--set output_dir: the folder of a run is --output; expected it there.")
-    engine_options(args)
-    answer_options(args)
     if args.answer_batch_size is not None and not is_regenerated(args):
         raise ValueError("--answer-batch-size is of regenerated answers; expected --regenerate too.")
     if args.drafter is not None and (args.draft_vocab_size is not None or args.head != "target"):
@@ -268,18 +264,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help=(
-            "go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or"
-            " epochs are asked for"
-        ),
+        help="go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or"
+        " epochs are asked for",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help=(
-            "train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter"
-            " is saved"
-        ),
+        help="train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter"
+        " is saved",
     )
     _add_drafter(parser)
     _add_optimisation(parser)
