@@ -148,14 +148,10 @@ def _of_unknown_origin(folder: Path) -> Path | None:
     drafters of which one at least is whole. The Trainer writes its state there before the record.
     """
     found = [path for path in checkpoints(folder) if {file.name for file in path.iterdir()} - {STAGED_RECORD}]
-    foreign = [
-        path
-        for each in (folder, *found)
-        for path in (each / "config.json", each / "adapter_config.json")
-        if _is_foreign(path)
-    ]
-    if foreign:
-        return foreign[0]
+    configs = (each / name for each in (folder, *found) for name in ("config.json", "adapter_config.json"))
+    foreign = next(filter(_is_foreign, configs), None)
+    if foreign is not None:
+        return foreign
     files = [path for path in _written(folder) if not path.is_dir() and path.name != STAGED_RECORD]
     has_state_alone = all(path.name == TRAINER_STATE_NAME for path in files)
     if read_record(folder) or (has_state_alone and any(_is_drafter_of_a_run(path) for path in found)):
