@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from ..storage.folders import read_text
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
@@ -64,7 +66,8 @@ def prepare_data(args: argparse.Namespace) -> int:
         target, tokenizer, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
     )
     report = asdict(prepared)
-    show(args, report, "\n".join(_lines(report)))
+    if PartialState().is_main_process:
+        show(args, report, "\n".join(_lines(report)))
     return 0
 
 

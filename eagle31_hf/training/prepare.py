@@ -9,19 +9,23 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..targets.ends import execution_device
 from .ends import is_spread
 from .engine_states import EngineStates
+from .output import once
 from .preparation_options import PreparationOptions
 from .records import Joined, Records, read_records
 from .self_prompts import SelfPrompts
@@ -33,6 +37,7 @@ from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_
 MOST_REASONS = 5  # in an error
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
 QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container: microseconds of all cores in a period, and the period
+Found = TypeVar("Found")
 Refusals = list[tuple[int, Skipped]]
 _builder: ShardBuilder  # of a process that makes shards, and the folder they go to
 _folder: str | Path
@@ -67,29 +72,41 @@ def prepare_data(
     `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the shards whose
     number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the first ones of
     each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
-    place; where it neither answers nor gives states it may be without weights, on the meta device. Raises ValueError
-    for a target whose processes depend on each other, where `output` holds something else, where no record gives an
-    example, and for an engine that does not give the target's answers; RuntimeError where its servers fail.
+    place; where it neither answers nor gives states it may be without weights, on the meta device. The processes that
+    a target is spread over all call this, with the same arguments: they make every shard together, and the first one
+    writes it. Raises ValueError for a part of what is made together, where `output` holds something else, where no
+    record gives an example, and for an engine that does not give the target's answers; RuntimeError where its servers
+    fail.
     """
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     options = (options or PreparationOptions()).for_target(target)
-    if is_spread(target) and (options.regenerate or options.states):
+    together = is_spread(target) and (options.regenerate or options.states)
+    if together and part != (0, 1):
         raise ValueError(
-            "the target is spread over processes, which cannot each make their own shards; expected a whole one in"
-            " every process, or one that device_map spreads over devices."
+            f"part is {part[0]}/{part[1]}, and the target is spread over processes, which make every shard together;"
+            " expected no part."
         )
+    of_all, is_writer = _here, True
+    if together:
+        of_all, is_writer = once, PartialState(cpu=execution_device(target).type == "cpu").is_main_process
     records = records_of(source, options)
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
-    open_store(output, builder.manifest(source), builder.earlier)
-    if builder.reader is not None and part[0] == 0:
-        save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
-    _make_shards(builder, output, part, tell)
-    prepared = _summary(output)
+    manifest = builder.manifest(source)
+
+    def opened() -> list[int]:
+        open_store(output, manifest, builder.earlier)
+        if builder.reader is not None and part[0] == 0:
+            save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
+        return _missing(output, part)
+
+    missing = of_all(opened)
+    _make_shards(builder, output, missing, tell, is_writer)
+    prepared = of_all(lambda: _summary(output))
     if prepared.shards == prepared.num_shards and not prepared.rows:
         raise _no_examples(source, records, skips, prepared.skipped)
     return prepared
@@ -109,6 +126,10 @@ def records_of(source: str | None, options: PreparationOptions) -> Records:
     return Joined([given, own]) if options.self_prompts else given
 
 
+def _here(make: Callable[[], Found]) -> Found:
+    return make()
+
+
 def _no_examples(source: str | None, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
     reasons = ", ".join(f"{count:,}: {reason}" for reason, count in sorted(counts.items())[:MOST_REASONS])
     first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
@@ -123,15 +144,16 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
     return [index for index in missing_shards(output) if index % part[1] == part[0]]
 
 
-def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int], progress: Tell) -> None:
-    """Makes the shards of a part: where the target is not needed in several processes, else one after the other, each
-    written while the next is made."""
-    mine = _missing(output, part)
+def _make_shards(
+    builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool
+) -> None:
+    """Makes these shards: where the target is not needed in several processes, else one after the other, each written
+    while the next is made, by the writer alone."""
     count = min(processes(builder.options), len(mine))
     if count > 1 and not builder.needs_target:
         made = in_processes(builder, output, mine, count)
     else:
-        made = _one_by_one(builder, output, mine)
+        made = _one_by_one(builder, output, mine, is_writer)
     begin, total = time.monotonic(), 0
     for done, (num_rows, num_tokens) in enumerate(made, 1):
         total += num_tokens
@@ -142,14 +164,17 @@ def _make_shards(builder: ShardBuilder, output: str | Path, part: tuple[int, int
         )
 
 
-def _one_by_one(builder: ShardBuilder, output: str | Path, indices: list[int]) -> Iterator[tuple[int, int]]:
-    """Makes and writes shards; yields the examples and tokens of each once it is written."""
+def _one_by_one(
+    builder: ShardBuilder, output: str | Path, indices: list[int], is_writer: bool
+) -> Iterator[tuple[int, int]]:
+    """Makes shards, and writes them where this process does; yields the examples and tokens of each once it is
+    written."""
     with ThreadPoolExecutor(1) as writer:
         writing = list[Future[tuple[int, int]]]()  # at most one
         for index in indices:
             made = builder.build(index)
             yield from (written.result() for written in writing)
-            writing = [writer.submit(write_shard, output, index, *made)]
+            writing = [writer.submit(write_shard, output, index, *made)] if is_writer else []
         yield from (written.result() for written in writing)
 
 

@@ -24,7 +24,7 @@ from ..storage.measured import cache_folder
 from ..targets.ends import execution_device, shape_of
 from ..version import __version__
 from .answers import stop_ids
-from .ends import TargetEnds
+from .ends import TargetEnds, is_spread
 from .engine_states import EngineStates, StreamedStates
 from .fresh import choose_vocabulary, count_answers
 from .output import once
@@ -116,11 +116,12 @@ class ExampleReader:
         return store, self._facts(source, store, store.skipped)
 
     def _made(self, source: str | None, folder: Path, options: PreparationOptions) -> HiddenStateStore:
-        """Makes the store of a source, each process of a distributed run its share of the shards."""
+        """Makes the store of a source, each process of a distributed run its share of the shards, or all together where
+        the target is spread over them."""
         if not options.regenerate:
             return self._tokenized(source, options)
         state = PartialState()
-        part = (state.process_index, state.num_processes)
+        part = (0, 1) if is_spread(self.target) else (state.process_index, state.num_processes)
         prepare_data(self.target, self.tokenizer, source, folder, options, part=part, progress=self.progress)
         state.wait_for_everyone()
         return HiddenStateStore(folder)

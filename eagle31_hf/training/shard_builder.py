@@ -72,7 +72,7 @@ class ShardBuilder:
         self.generator = self._answer_source() if options.regenerate else None
         self.reader: TargetReader | EngineStates | None = None
         if options.states:
-            self.reader = self.states_by or TargetReader(self.target, options.layer_ids)
+            self.reader = self.states_by or TargetReader(self.target, options.layer_ids, reads_alike=True)
 
     def _answer_source(self) -> AnswerSource:
         if self.options.engine is None:

@@ -38,14 +38,16 @@ class TargetReader:
     its neighbour.
 
     `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; of a target that was
-    loaded in parts that is known. A tensor-parallel one needs more: all of its processes run the texts of each in turn.
-    `ends`: what a drafter is tied to, see `ends_of`.
+    loaded in parts that is known. A tensor-parallel one needs more: all of its processes run the texts of each in turn,
+    unless `reads_alike`, all read the same ones. `ends`: what a drafter is tied to, see `ends_of`.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int], in_lockstep: bool = False):
+    def __init__(
+        self, target: PreTrainedModel, layer_ids: list[int], in_lockstep: bool = False, reads_alike: bool = False
+    ):
         self.target = target
         self.layer_ids = layer_ids
-        self.group = tensor_parallel_group(target)
+        self.group = None if reads_alike else tensor_parallel_group(target)
         self.device = execution_device(target)
         self.in_lockstep = in_lockstep or is_spread(target)
         self.scoring = find_scoring(target)

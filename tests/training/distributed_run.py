@@ -26,8 +26,6 @@ from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.training.output import check_output, once
-from eagle31_hf.training.preparation_options import PreparationOptions
-from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.saving import TrainingDivergedError
 
 # an odd number: with an example a process, in some step one process has no answers and the other has
@@ -129,9 +127,6 @@ def refused(folder: Path) -> dict[str, str]:
     spread, said = tensor_parallel_target(folder), {}
     asked = {
         "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),
-        "prepare_data": lambda: prepare_data(
-            spread, None, "data.jsonl", folder / "store", PreparationOptions(regenerate=True)
-        ),
     }
     for name, ask in asked.items():
         try:

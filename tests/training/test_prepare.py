@@ -10,12 +10,18 @@ import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from close import FORWARD, assert_close
 from letters import END, build_tokenizer, conversations, maker_of, write_data
+from programs import in_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 from transformers.generation import configuration_utils
 
 from eagle31_hf.cli.preparation import add_prepare_data
@@ -406,3 +412,43 @@ def test_parts_that_are_none(capsys, text):
     with pytest.raises(SystemExit):
         run(["--target", "t", "--data", "d", "--output", "o", f"--part={text}"])
     assert "expected I/N with I from 0 to N - 1" in capsys.readouterr().err
+
+
+SPREAD = {"by tensor parallelism": {"tp_plan": "auto"}, "as it is loaded in parts": {"fsdp_size": 2}}
+EVEN = 98  # 5.17 splits no other vocabulary
+GREEDY = REGENERATED | WITH_STATES | {"generation": {"do_sample": False}}
+
+
+def prepare_together(saved: str, data: str, folder: Path, spread: dict[str, Any]) -> None:
+    """By each of two processes: makes a store, stopped after its first shard, with its part of every weight."""
+    target = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**spread)).eval()
+    tokenizer, said = AutoTokenizer.from_pretrained(saved), []
+    with pytest.raises(ValueError, match="expected no part"):
+        prepare(target, tokenizer, data, folder / "part", part=(0, 2), **GREEDY)
+    made = prepare(target, tokenizer, data, folder / "store", progress=said.append, **GREEDY)
+    assert [line.startswith("shard") for line in said].count(True) == (made.num_shards if dist.get_rank() == 0 else 0)
+    if dist.get_rank() == 0:
+        next((folder / "store").glob("shard-*1.safetensors")).unlink()
+    dist.barrier()
+    again = prepare(target, tokenizer, data, folder / "store", progress=said.append, **GREEDY)
+    assert asdict(again) == asdict(made)
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_processes_that_hold_a_part_of_every_weight_make_a_store_together(make_target, tokenizer, data, tmp_path, how):
+    """That of the whole target: the same tokens, its states, and the ends of the target whole."""
+    target = make_target("qwen3", eos_token_id=END, num_attention_heads=4, num_key_value_heads=2, vocab_size=EVEN)
+    saved = str(tmp_path / "target")
+    target.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    in_two_processes(tmp_path, prepare_together, saved, data, tmp_path, SPREAD[how])
+    prepare(AutoModelForCausalLM.from_pretrained(saved).eval(), tokenizer, data, tmp_path / "whole", **GREEDY)
+    found, expected = (HiddenStateStore(tmp_path / name) for name in ("store", "whole"))
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one["input_ids"].tolist() == other["input_ids"].tolist()
+        for name in ("states", "last_states"):
+            assert_close(name, one[name], other[name], FORWARD)
+    ends, expected_ends = load_target_parts(tmp_path / "store"), load_target_parts(tmp_path / "whole")
+    assert_close("ends", *([ends[0][name] for name in sorted(ends[0])] for ends in (ends, expected_ends)))
+    assert not list(tmp_path.glob("store/*.partial"))

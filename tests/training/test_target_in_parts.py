@@ -4,18 +4,25 @@ import ctypes
 import platform
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from letters import build_tokenizer, conversations, write_data
 from programs import in_two_processes
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from eagle31_hf.targets.layers import target_states
+from eagle31_hf.training.preparation_options import PreparationOptions
+from eagle31_hf.training.prepare import prepare_data
+from eagle31_hf.training.store import HiddenStateStore
 from eagle31_hf.training.target import TargetReader
 
 LAYERS, IDS = [1, 5, 9], [1, 2, 3, 5, 8, 13, 21, 34]
+WAYS = {"parts": {"fsdp_size": 2}, "tensor parallel": {"tp_plan": "auto"}}
+PREPARED = PreparationOptions(regenerate=True, states=True, max_length=48, max_new_tokens=4)
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -43,17 +50,20 @@ class Memory:
             return 1024 * next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
 
-def read_in_parts_and_whole(folder: Path) -> None:
-    """By each of two processes: notes a state of the text and how much memory it took at most."""
+def read_in_parts_and_whole(folder: Path, spread: dict[str, Any]) -> None:
+    """By each of two processes: notes a state of the text and how much memory it took at most; in parts they make a
+    store, too."""
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):  # what is freed is given back at once, not kept by malloc
         ctypes.CDLL("libc.so.6").mallopt(option, 2**16)
     dist.init_process_group("gloo")
     found = {}
-    for way, options in {"parts": {"distributed_config": DistributedConfig(fsdp_size=2)}, "whole": {}}.items():
+    for way, options in {"parts": {"distributed_config": DistributedConfig(**spread)}, "whole": {}}.items():
         dist.barrier()
         with Memory() as memory:
             target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
             states, _ = TargetReader(target, LAYERS).of_texts([torch.tensor(IDS)])[0]
+            if way == "parts":
+                prepare_data(target, build_tokenizer(), str(folder / "data.jsonl"), folder / "store", PREPARED)
             found[way] = {"peak": memory.peak, "state": states[-1].clone()}
         del target
     torch.save(found, folder / f"found-{dist.get_rank()}.pt")
@@ -87,12 +97,15 @@ def test_each_process_scores_its_own_states_where_the_head_alone_is_split(tmp_pa
     not Path("/proc/self/status").exists() or platform.libc_ver()[0] != "glibc",
     reason="reads its memory from Linux' process file system, and has glibc give back at once what is freed",
 )
-def test_two_processes_run_what_neither_has_room_for(tmp_path):
-    """A checkpoint in bf16 that is read in fp32: whole, its 269 MB are memory of the process, and no file's."""
+@pytest.mark.parametrize("how", WAYS)
+def test_two_processes_run_what_neither_has_room_for(tmp_path, how):
+    """They read a text, and make a store of answers and states. A checkpoint in bf16 is read in fp32: whole, its 269 MB
+    are memory of the process, and no file's."""
     torch.manual_seed(0)
     target = LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **SIZES)).bfloat16()
     target.save_pretrained(tmp_path)
-    in_two_processes(tmp_path, read_in_parts_and_whole, tmp_path)
+    write_data(tmp_path / "data.jsonl", conversations(2))
+    in_two_processes(tmp_path, read_in_parts_and_whole, tmp_path, WAYS[how])
     target = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     size = sum(weight.nbytes for weight in target.parameters())
     expected, _ = target_states(target, torch.tensor([IDS]), LAYERS)
@@ -100,3 +113,4 @@ def test_two_processes_run_what_neither_has_room_for(tmp_path):
         for way in ("parts", "whole"):
             torch.testing.assert_close(found[way]["state"], expected[0, -1])
         assert found["parts"]["peak"] < 0.8 * size
+    assert len(HiddenStateStore(tmp_path / "store")) > 0
