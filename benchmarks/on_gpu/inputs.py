@@ -147,11 +147,6 @@ def _gated_linear(make: Maker) -> Inputs:
     return Inputs((x, *weights), num_bytes(x, weights) + num_bytes(x) * size.intermediate // size.hidden)
 
 
-def _silu_mul(make: Maker) -> Inputs:
-    gate, up = make.floats(make.size.sequences, make.size.tokens, 2 * make.size.intermediate).chunk(2, dim=-1)
-    return Inputs((gate, up), num_bytes(gate, up, up))
-
-
 def _tree_attention(make: Maker) -> Inputs:
     size = make.size
     q = make.heads(size.heads).transpose(1, 2)
@@ -228,7 +223,6 @@ MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "rope_append": _rope_append,
     "joint_linear": _joint_linear,
     "gated_linear": _gated_linear,
-    "silu_mul": _silu_mul,
     "tree_attention": _tree_attention,
     "likeliest_tokens": _likeliest_tokens,
     "next_level": _next_level,

@@ -8,16 +8,7 @@ import torch
 from engine import DRAFT_VOCABULARY, SHAPES
 from torch import Tensor
 
-from eagle31_hf.kernels import (  # noqa: F401 -- each adds OPERATIONS
-    acceptance,
-    distillation_loss,
-    drafts,
-    joint_linear,
-    norms,
-    rope,
-    silu_mul,
-    tree_attention,
-)
+from eagle31_hf.kernels import acceptance, distillation_loss, drafts, joint_linear, norms, rope, tree_attention  # noqa: F401 -- each adds OPERATIONS
 from eagle31_hf.kernels.operation import OPERATIONS, Operation, why_torch
 
 from .inputs import MAKERS, Inputs, Maker, Size, num_bytes

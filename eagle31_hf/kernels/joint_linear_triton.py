@@ -13,9 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
-
-from .silu_mul_triton import silu_mul
+from torch.nn.functional import linear, silu
 
 MOST_ROWS, MOST_OF_ONE = 64, 16  # rows; of a product with one weight
 MOST_WEIGHTS = 3  # of one launch: queries, keys and values
@@ -216,7 +214,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """Launches the kernel; see the operation."""
     cut = _tile(x, [gate, up], is_gated=True)
     if cut is None:
-        return silu_mul(linear(x, gate), linear(x, up))
+        return silu(linear(x, gate)).mul_(linear(x, up))
     out = x.new_empty(*x.shape[:-1], len(up))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     gated_linear_kernel[(triton.cdiv(len(up), cut.outputs),)](

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# "torch", or the names of operations that are to run as torch does: EAGLE31_KERNELS=add_rms_norm,silu_mul
+# "torch", or the names of operations that are to run as torch does: EAGLE31_KERNELS=add_rms_norm,joint_linear
 SWITCH = "EAGLE31_KERNELS"
 OPERATIONS: dict[str, "Operation"] = {}
 

@@ -10,13 +10,13 @@ from typing import Any
 from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import Cache
 
 from ..cache.arena import ArenaLayer
 from ..kernels.joint_linear import gated_linear, joint_linear
 from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
-from ..kernels.silu_mul import silu_mul
 from ..kernels.tree_attention import attend_to_spans
 from .layers import has_hooks
 
@@ -59,7 +59,8 @@ def through_mlp(mlp: Any, x: Tensor) -> Tensor:
     if all(is_plain(layer) and layer.bias is None for layer in pair):
         gated = gated_linear(x, *(layer.weight for layer in pair))
     else:
-        gated = silu_mul(*products(pair, x))
+        gate, up = products(pair, x)
+        gated = silu(gate).mul_(up)
     return products([mlp.down_proj], gated)[0]
 
 

@@ -92,7 +92,8 @@ def test_what_is_left_to_torch(monkeypatch, case):
     assert torch.equal(joint_linear.kernel()(x, [weight], []), expected)
     if 16 < len(x) <= 64:
         return  # two weights are taken
-    assert_matches("gated", gated_linear.kernel()(x, weight, weight), gated_linear.reference(x, weight, weight))
+    gated = torch.nn.functional.silu(expected) * expected
+    assert torch.equal(gated_linear.kernel()(x, weight, weight), gated)
     both = joint_linear.kernel()(x, [weight, weight], []).split(20, dim=-1)
     biased = joint_linear.kernel()(x, [weight, weight], [weight[:, 0].contiguous()] * 2)[..., 20:]
     four = joint_linear.kernel()(x, [weight] * 4, []).split(20, dim=-1)  # more weights than a launch takes

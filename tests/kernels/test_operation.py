@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle31_hf.kernels import operation
-from eagle31_hf.kernels.silu_mul import silu_mul
+from eagle31_hf.kernels.joint_linear import joint_linear
 
 
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
@@ -21,8 +21,8 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(operation, "why_torch", lambda name, device: None)
-    monkeypatch.setattr(silu_mul, "kernel", lambda: lambda *args: current[-1])
+    monkeypatch.setattr(joint_linear, "kernel", lambda: lambda *args: current[-1])
     with FakeTensorMode():
         elsewhere = torch.empty(2, 8, device="cuda:0")
-    assert silu_mul.run(elsewhere, elsewhere) == torch.device("cuda:0")
+    assert joint_linear.run(elsewhere, [elsewhere], []) == torch.device("cuda:0")
     assert current == [torch.device("cuda:1")]

@@ -84,7 +84,7 @@ def test_weights_that_no_kernel_can_read_are_left_to_their_layers():
 
 
 @pytest.mark.parametrize(("bias", "names"), [(False, ["gated_linear", "joint_linear"]),
-                                             (True, ["joint_linear", "silu_mul", "joint_linear"])])  # fmt: skip
+                                             (True, ["joint_linear", "joint_linear"])])  # fmt: skip
 def test_a_gated_mlp(bias, names):
     torch.manual_seed(0)
     mlp = nn.Module()
