@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 
 @triton.jit
 def accepted_path_kernel(
@@ -66,10 +68,7 @@ def accepted_path(
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel; see the operation."""
-    read = [
-        each if each.shape[1] < 2 or each.stride(1) == 1 else each.contiguous()
-        for each in (ids, parents, depths, bits, chosen, spoiled, going)
-    ]
+    read = [with_close_entries(each) for each in (ids, parents, depths, bits, chosen, spoiled, going)]
     batch, num_nodes = chosen.shape
     path = torch.empty(batch, width, dtype=torch.long, device=ids.device)
     out = path, torch.empty_like(path), torch.empty(batch, 1, dtype=torch.long, device=ids.device)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 BLOCK = 4096
 NUM_WARPS = 16
 LOWEST = tl.constexpr(-3.0e38)  # in place of -inf: LOWEST - LOWEST is 0, and -inf - -inf is no number
@@ -90,7 +92,7 @@ def distillation_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see the operation."""
     count, vocab = logits.shape
-    logits, p = (x if x.stride(1) == 1 else x.contiguous() for x in (logits, p))
+    logits, p = (with_close_entries(x) for x in (logits, p))
     of_target = [x.contiguous() for x in (coverage, negentropy, best)]
     of_prediction = [x.contiguous() for x in (which, weights)]
     distance, overlap = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 # Columns of a slice, a program of `likeliest_tokens`, and its warps: so many that a row makes some 30 slices.
 SLICE, SLICE_WARPS = 1024, 4
 LARGE_VOCAB = 65536
@@ -241,8 +243,7 @@ def tree_blocks(num_candidates: int, count: int) -> dict[str, int]:
 
 def likeliest_tokens(logits: Tensor, k: int, temperature: float, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Launches the kernels; see the operation."""
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
+    logits = with_close_entries(logits)
     batch, num_nodes, num_columns = logits.shape
     block, warps = slice_of(num_columns)
     rows, num_parts = batch * num_nodes, triton.cdiv(num_columns, block)

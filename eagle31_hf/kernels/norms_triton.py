@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 ELEMENTS_PER_THREAD = 8  # 16 bytes of bf16 in one load
 MAX_WARPS = 16
 
@@ -85,17 +87,12 @@ def tile(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // (32 * ELEMENTS_PER_THREAD), 1), MAX_WARPS)}
 
 
-def _with_close_entries(x: Tensor) -> Tensor:
-    """x, copied where the entries of a row do not lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Launches the kernel; see the operation."""
     width = x.shape[-1]
     normed, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    rows = _with_close_entries(x.reshape(-1, width))
-    others = rows if residual is None else _with_close_entries(residual.reshape(-1, width))
+    rows = with_close_entries(x.reshape(-1, width))
+    others = rows if residual is None else with_close_entries(residual.reshape(-1, width))
     strides = rows.stride(0), others.stride(0)
     add_rms_norm_kernel[(len(rows),)](
         rows, others, weight.contiguous(), normed, total, *strides, width, eps, residual is not None, **tile(width)
@@ -108,7 +105,7 @@ def embed_norms(
 ) -> Tensor:
     """Launches the kernel; see the operation."""
     batch, tokens, width = state.shape
-    table, state = _with_close_entries(table), _with_close_entries(state)
+    table, state = with_close_entries(table), with_close_entries(state)
     weights = table_weight.contiguous(), state_weight.contiguous()
     out = state.new_empty((batch, tokens, 2 * width))
     strides = *ids.stride(), table.stride(0), *state.stride()[:2]

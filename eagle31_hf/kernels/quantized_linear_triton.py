@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = triton.knobs.runtime.interpret
+from .joint_linear_triton import INTERPRETED, Tile
+
 # float8_e4m3fn has 7 as exponent of 1, fp32 has 127: with its bits moved into place a value is 2 ** -120 of itself.
 FP8_FACTOR = tl.constexpr(2.0**120)
 
@@ -44,16 +45,6 @@ def ptx(place: Place) -> str:
 
 
 PTX_OF_BF16, PTX_OF_FP16 = tl.constexpr(ptx(OF_BF16)), tl.constexpr(ptx(OF_FP16))
-
-
-class Tile(NamedTuple):
-    """The sizes of a program: rows it multiplies, outputs, inputs at a time; its warps and stages."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
 
 
 def tile(num_rows: int, num_outputs: int, is_fp32: bool = False) -> Tile:

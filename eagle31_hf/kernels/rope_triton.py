@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 HEADS = 4  # of a token, a program of `rope_append`
 TOKENS = 8  # of a head, a program of `append`
 APPEND_WARPS = 2
@@ -220,11 +222,6 @@ def append_blocks(width: int, value_width: int) -> dict[str, int]:
     return {"D": width, "DV": value_width, "TOKENS": TOKENS, **blocks}
 
 
-def _with_close_entries(x: Tensor) -> Tensor:
-    """x, copied where the entries of a head do not lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _check(buffers: list[Tensor]) -> None:
     """Refuses buffers that the kernels would write to elsewhere."""
     if any(buffer.stride(-1) != 1 for buffer in buffers):
@@ -234,7 +231,7 @@ def _check(buffers: list[Tensor]) -> None:
 def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
     """Launches the kernel; see the operation."""
     _check(buffers)
-    keys, values = (_with_close_entries(states) for states in new)
+    keys, values = (with_close_entries(states) for states in new)
     batch, heads, tokens, width = keys.shape
     strides = [stride for each in (keys, values, *buffers) for stride in each.stride()[:3]]
     sizes = starts.stride(0), tokens, buffers[0].shape[2]
@@ -248,7 +245,7 @@ def rope_append(
 ) -> Tensor:
     """Launches the kernel; see the operation."""
     _check(buffers)
-    qkv, rope = [_with_close_entries(each) for each in qkv], [_with_close_entries(each) for each in rope]
+    qkv, rope = [with_close_entries(each) for each in qkv], [with_close_entries(each) for each in rope]
     batch, tokens, heads, width = qkv[0].shape
     kv_heads, value_width = qkv[2].shape[2:]
     weights = [weight.contiguous() for weight in norms] or qkv[:2]  # which are not read where there are none

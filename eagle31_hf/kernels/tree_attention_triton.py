@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operation import with_close_entries
+
 # Programs that share the slots of a layer's arena, about one for each multiprocessor of an H100 or H200, which have
 # 132, and from so many slots on two.
 PROGRAMS, LONG = 128, 8192
@@ -248,11 +250,6 @@ def join_constants(value_width: int, splits: int) -> dict[str, int]:
     return {"ALL": triton.next_power_of_2(splits), "CHUNK": max(JOINED // block, 1), "BLOCK": block}
 
 
-def _with_close_entries(x: Tensor) -> Tensor:
-    """x, copied where the entries of a row do not lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def tree_attention(
     q: Tensor,
     keys: Tensor,
@@ -264,7 +261,7 @@ def tree_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Launches both kernels; see the operation."""
-    q, keys, values = (_with_close_entries(x) for x in (q, keys, values))
+    q, keys, values = (with_close_entries(x) for x in (q, keys, values))
     batch, heads, tokens, width = q.shape
     kv_heads, capacity, value_width = values.shape[1:]
     group = heads // kv_heads
