@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from .configuration import Eagle31Config
-from .kernels.tree_attention import attend_to_spans, is_spans
+from .kernels.tree_attention import is_spans, tree_attention
 
 
 class Norm(nn.RMSNorm):
@@ -178,7 +178,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: A
     if callable(mask):
         return mask(module, q, k, v), None
     if is_spans(mask):
-        return attend_to_spans(q, k, v, mask, module.scaling), None
+        return tree_attention(q, k, v, mask, module.scaling), None
     config: Any = module.config
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
     dropout = config.attention_dropout if module.training else 0.0

@@ -155,8 +155,7 @@ def _tree_attention(make: Maker) -> Inputs:
     begin, start = torch.zeros_like(bits), torch.full_like(bits, size.context)
     spans = torch.stack((start, begin, bits), dim=-1).expand(size.sequences, -1, -1).contiguous()
     seen = 2 * size.sequences * size.kv_heads * (size.context + size.tokens) * size.head_dim * keys.element_size()
-    args = (q, keys, values, spans, MOST_NEW, size.head_dim**-0.5, 0.0, None)
-    return Inputs(args, seen + num_bytes(q, q))
+    return Inputs((q, keys, values, spans[:, None], size.head_dim**-0.5), seen + num_bytes(q, q))
 
 
 def _likeliest_tokens(make: Maker) -> Inputs:

@@ -21,24 +21,23 @@ def tree_attention(
     keys: Tensor,
     values: Tensor,
     spans: Tensor,
-    num_new: int,
     scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Queries (B, H, T, D) over keys (B, Hkv, C, D) and values (B, Hkv, C, Dv) -> (B, T, H, Dv), H a multiple of Hkv.
 
-    `spans` (B, T, 3) int64 says what each query sees: the slots from `begin` up to, not including, `start`, and of the
-    `num_new` slots from `start` on, those whose bit is set in `bits` (bit j: slot start + j). All queries of a sequence
-    have the same `start`, at most C; of slots beyond C there are none, whatever the bits. A query that sees nothing
-    gives 0. Slots that no query of the sequence sees may hold anything, NaN too; NaN in one that some query sees may
-    show in all of the sequence.
+    `spans` (B, 1, T, 3) int64, a mask, says what each query sees: the slots from `begin` up to, not including, `start`,
+    and of the MOST_NEW slots from `start` on, those whose bit is set in `bits` (bit j: slot start + j). All queries of
+    a sequence have the same `start`, at most C; of slots beyond C there are none, whatever the bits. A query that sees
+    nothing gives 0. Slots that no query of the sequence sees may hold anything, NaN too; NaN in one that some query
+    sees may show in all of the sequence.
 
     Scores are q k `scale`, with a `softcap` above 0 made softcap tanh(score / softcap). `sinks` (H,): a score of each
     head that takes part in the softmax and has no value (GPT-OSS).
     """
     group = q.shape[1] // keys.shape[1]
-    seen = seen_slots(spans, keys.shape[2], num_new)[:, None, None]  # (B, 1, 1, T, C)
+    seen = seen_slots(spans[:, 0], keys.shape[2])[:, None, None]  # (B, 1, 1, T, C)
     is_seen = seen.any(dim=3, keepdim=True).mT  # (B, 1, 1, C, 1)
     k, v = (x[:, :, None].float().masked_fill(~is_seen, 0.0) for x in (keys, values))
     scores = (q.unflatten(1, (-1, group)).float() @ k.mT) * scale
@@ -52,28 +51,15 @@ def tree_attention(
     return (weights @ v).flatten(1, 2).to(q.dtype).transpose(1, 2).contiguous()
 
 
-def seen_slots(spans: Tensor, capacity: int, num_new: int) -> Tensor:
-    """The slots that each query sees (B, T, capacity), bool; see `tree_attention`."""
+def seen_slots(spans: Tensor, capacity: int) -> Tensor:
+    """The slots that queries see, of spans (B, T, 3) -> (B, T, capacity), bool; see `tree_attention`."""
     slot = torch.arange(capacity, device=spans.device)
     start, begin, bits = (spans[..., column, None] for column in (START, BEGIN, BITS))
     new = slot - start
     is_old = (new < 0) & (slot >= begin)
-    return is_old | ((new >= 0) & (new < num_new) & (((bits >> new.clamp(0, MOST_NEW)) & 1) == 1))
+    return is_old | ((new >= 0) & (new < MOST_NEW) & (((bits >> new.clamp(0, MOST_NEW)) & 1) == 1))
 
 
 def is_spans(mask: Any) -> bool:
     """Returns whether a mask is one of spans (B, 1, T, 3): of masks of four dimensions the only one of integers."""
     return isinstance(mask, Tensor) and mask.dtype == torch.long and mask.dim() == 4
-
-
-def attend_to_spans(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Runs `tree_attention` over the buffers of an arena, as a mask of spans (B, 1, T, 3) says."""
-    return tree_attention(q, keys, values, mask[:, 0], MOST_NEW, scale, softcap, sinks)

@@ -59,12 +59,12 @@ def _store_part(at, x, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _seen(span, spans_column, num_new, capacity):
+def _seen(span, spans_column, capacity):
     """The spans of rows and what comes of them: the start that all share, begin and bits of each, the bits of any, and
     the slots from `low` up to `end`, the last of which some row sees, and outside of which none sees any."""
     start = tl.minimum(tl.max(tl.load(span), 0).to(tl.int32), capacity)
     begin = tl.load(span + spans_column).to(tl.int32)
-    told = tl.minimum(num_new, capacity - start).to(tl.int64)  # bits that stand for slots
+    told = tl.minimum(63, capacity - start).to(tl.int64)  # bits that stand for slots, MOST_NEW at most
     bits = tl.load(span + 2 * spans_column) & ~(tl.full((), -1, tl.int64) << told)
     any_bits, new = tl.reduce(bits, 0, _either), tl.arange(0, 64)
     end = start + tl.max(tl.where((any_bits >> new.to(tl.int64)) & 1 != 0, new + 1, 0), 0)
@@ -94,7 +94,6 @@ def tree_attention_kernel(
     spans_column,
     tokens,
     capacity,
-    num_new,
     scale,
     softcap,
     GROUP: tl.constexpr,
@@ -117,9 +116,7 @@ def tree_attention_kernel(
     row = tl.program_id(0) % blocks * M + tl.arange(0, M)
     is_row, row = row < tokens * GROUP, tl.minimum(row, tokens * GROUP - 1)  # the last one over again, not stored
     token = (row // GROUP).to(tl.int64)
-    start, begin, bits, any_bits, low, end = _seen(
-        spans + b * spans_b + token * spans_t, spans_column, num_new, capacity
-    )
+    start, begin, bits, any_bits, low, end = _seen(spans + b * spans_b + token * spans_t, spans_column, capacity)
     steps = tl.cdiv(end - low, BLOCK)
     first = low + steps * split // tl.num_programs(2) * BLOCK
     last = tl.minimum(low + steps * (split + 1) // tl.num_programs(2) * BLOCK, end)
@@ -255,12 +252,12 @@ def tree_attention(
     keys: Tensor,
     values: Tensor,
     spans: Tensor,
-    num_new: int,
     scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Launches both kernels; see the operation."""
+    spans = spans[:, 0]
     q, keys, values = (with_close_entries(x) for x in (q, keys, values))
     batch, heads, tokens, width = q.shape
     kv_heads, capacity, value_width = values.shape[1:]
@@ -275,7 +272,7 @@ def tree_attention(
     factors = (scale / softcap, softcap * LOG2_E) if softcap > 0 else (scale * LOG2_E, 0.0)
     widths = width, *parts(width), value_width, *parts(value_width)
     tree_attention_kernel[(programs, batch, splits)](
-        *(q, keys, values, spans, found, masses, *strides, tokens, capacity, num_new, *factors, group, *widths),
+        *(q, keys, values, spans, found, masses, *strides, tokens, capacity, *factors, group, *widths),
         HAS_SOFTCAP=softcap > 0,
         M=cut.rows,
         BLOCK=cut.slots,

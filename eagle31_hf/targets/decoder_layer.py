@@ -17,7 +17,7 @@ from ..cache.arena import ArenaLayer
 from ..kernels.joint_linear import gated_linear, joint_linear
 from ..kernels.norms import add_rms_norm
 from ..kernels.rope import rope_append
-from ..kernels.tree_attention import attend_to_spans
+from ..kernels.tree_attention import tree_attention
 from .layers import has_hooks
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -49,7 +49,7 @@ def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Te
     eps = eps_of(norms[0]) if norms else 0.0
     weights = [norm.weight for norm in norms]
     q = rope_append(qkv, list(rope), weights, eps, [keys, values], layer.placement.on_device)
-    out = attend_to_spans(q.transpose(1, 2), keys, values, mask, attention.scaling)
+    out = tree_attention(q.transpose(1, 2), keys, values, mask, attention.scaling)
     return products([attention.o_proj], out.flatten(2))[0]
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.tree_attention import attend_to_spans, is_spans
+from ..kernels.tree_attention import is_spans, tree_attention
 from .rows_attention import attend_by_position, takes_positions
 from .users import Users
 
@@ -44,7 +44,7 @@ def _attention(implementation: str):
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         softcap = kwargs.get("softcap") or 0.0
-        return attend_to_spans(query, key, value, attention_mask, scale, softcap, kwargs.get("s_aux")), None
+        return tree_attention(query, key, value, attention_mask, scale, softcap, kwargs.get("s_aux")), None
 
     return attention
 

@@ -89,12 +89,12 @@ def keys_not_written(monkeypatch):
 
 
 def kernel_that_returns_its_input(monkeypatch):
-    attend = decoder_layer.attend_to_spans
+    attend = decoder_layer.tree_attention
 
     def unchanged(q, *rest):
         return q.transpose(1, 2).reshape(attend(q, *rest).shape)
 
-    monkeypatch.setattr(decoder_layer, "attend_to_spans", unchanged)
+    monkeypatch.setattr(decoder_layer, "tree_attention", unchanged)
 
 
 def states_of_other_layers(monkeypatch):

@@ -8,7 +8,7 @@ from eagle31_hf.kernels.tree_attention_triton import join_constants, join_kernel
 
 STRIDES = [f"stride_{of}" for of in ("qb", "qh", "qt", "kb", "kh", "kc", "vb", "vh", "vc")]
 FACTORS = {"scale": "fp32", "softcap": "fp32"}
-NUMBERS = ("spans_b", "spans_t", "spans_column", "tokens", "capacity", "num_new")
+NUMBERS = ("spans_b", "spans_t", "spans_column", "tokens", "capacity")
 
 
 def case(rows: int, group: int, width: int, value_width: int, dtype: str = "bf16", softcap: bool = False) -> Case:

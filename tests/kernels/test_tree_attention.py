@@ -78,13 +78,13 @@ def tree_spans(shape: Shape, begin: int = 0, window: int | None = None) -> Tenso
     return spans.to(DEVICE)
 
 
-def drawn(shape: Shape, spans: Tensor, dtype: torch.dtype = torch.float32, num_new: int = MOST_NEW) -> Inputs:
+def drawn(shape: Shape, spans: Tensor, dtype: torch.dtype = torch.float32) -> Inputs:
     """Random queries, keys and values; NaN in every slot that no query of its sequence sees, and around the buffers."""
     batch, tokens, heads, kv_heads, width, value_width, capacity = shape
     q = torch.randn(batch, heads, tokens, width, device=DEVICE).to(dtype)
     keys = torch.randn(batch, kv_heads, capacity, width, device=DEVICE).to(dtype)
     values = torch.randn(batch, kv_heads, capacity, value_width, device=DEVICE).to(dtype)
-    hidden = ~seen_slots(spans, capacity, num_new).any(dim=1)[:, None, :, None]
+    hidden = ~seen_slots(spans, capacity).any(dim=1)[:, None, :, None]
     return Inputs(
         Guarded.holding(q).tensor,
         Guarded.holding(keys.masked_fill(hidden, NAN)).tensor,
@@ -94,16 +94,12 @@ def drawn(shape: Shape, spans: Tensor, dtype: torch.dtype = torch.float32, num_n
 
 
 def assert_attends(
-    inputs: Inputs,
-    num_new: int = MOST_NEW,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    inputs: Inputs, scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
     """Asserts that the kernels give what the reference gives. On a GPU, weights are rounded to the 16 bits of the
     values, which is more than rounding the sum once where its terms cancel."""
-    rest = num_new, inputs.q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks
-    got, expected = tree_attention.kernel()(*inputs, *rest), tree_attention.reference(*inputs, *rest)
+    args = *inputs[:3], inputs.spans[:, None], inputs.q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks
+    got, expected = tree_attention.kernel()(*args), tree_attention.reference(*args)
     assert got.is_contiguous()
     assert not got.isnan().any()
     if INTERPRETED or got.dtype == torch.float32:
@@ -183,8 +179,7 @@ def test_bits_beyond_the_new_tokens_and_slots_beyond_the_buffer_are_not_seen():
     torch.manual_seed(0)
     spans = tree_spans(SMALL)
     spans[..., BITS] |= 1 << 62 | 1 << 40 | 1 << 7
-    for num_new in (1, 41):
-        assert_attends(drawn(SMALL, spans, num_new=num_new), num_new)
+    assert_attends(drawn(SMALL, spans))
     spans[..., BITS] |= -(2**63)
     spans[:, :, START] = torch.tensor([SMALL.capacity, SMALL.capacity + 9])[:, None]
     assert_attends(drawn(SMALL, spans))
@@ -239,11 +234,11 @@ def test_queries_of_another_dtype():
 
 
 def test_a_nan_that_is_seen_shows():
-    inputs = drawn(SMALL, tree_spans(SMALL))
-    inputs.values[0, 0, 3] = NAN
-    assert tree_attention.kernel()(*inputs, MOST_NEW, 1.0, 0.0, None)[0, :, :2].isnan().all()
-    inputs.keys[1, 1, 3] = NAN
-    assert tree_attention.kernel()(*inputs, MOST_NEW, 1.0, 0.0, None)[1, :, 2:].isnan().all()
+    q, keys, values, spans = drawn(SMALL, tree_spans(SMALL))
+    values[0, 0, 3] = NAN
+    assert tree_attention.kernel()(q, keys, values, spans[:, None], 1.0)[0, :, :2].isnan().all()
+    keys[1, 1, 3] = NAN
+    assert tree_attention.kernel()(q, keys, values, spans[:, None], 1.0)[1, :, 2:].isnan().all()
 
 
 def test_two_parts_hold_a_width():
@@ -269,19 +264,20 @@ def test_programs_suffice_for_one_sequence():
 
 def test_operation_is_well_formed():
     shape = Shape(1, 2, 2, 1, 16, 7, 5)
-    args = *drawn(shape, tree_spans(shape)), MOST_NEW, 0.5, 0.0
-    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, None))
-    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, torch.zeros(2, device=DEVICE)))
+    q, keys, values, spans = drawn(shape, tree_spans(shape))
+    args = q, keys, values, spans[:, None], 0.5
+    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, args)
+    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, 0.0, torch.zeros(2, device=DEVICE)))
 
 
 def test_what_is_not_a_number_in_a_seen_slot_shows():
     """In the reference: 0 in its place would be taken for an answer."""
     q, keys, values = (torch.randn(1, 1, count, 4) for count in (2, 6, 6))
-    spans = torch.tensor([[[0, 0, 0], [0, 0, 0]]])
+    spans = torch.zeros(1, 1, 2, 3, dtype=torch.long)
     spans[..., START], spans[..., BEGIN] = 3, 0
-    spans[0, 1, BEGIN] = 3  # the second query sees nothing
+    spans[0, 0, 1, BEGIN] = 3  # the second query sees nothing
     keys[0, 0, 1] = float("nan")
     for sinks in (None, torch.zeros(1)):
-        out = tree_attention.reference(q, keys, values, spans, 0, 1.0, 0.0, sinks)
+        out = tree_attention.reference(q, keys, values, spans, 1.0, 0.0, sinks)
         assert out[0, 0].isnan().all()
         assert not out[0, 1].any()
