@@ -33,7 +33,9 @@ from .transfer import Mirrored
 
 
 def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> SlotLayer:
-    ours = SlotLayer(placement, limit, window=getattr(layer, "sliding_window", None))
+    window = getattr(layer, "sliding_window", None)
+    has_states = holds_states(layer)  # beside its keys
+    ours = HybridSlotLayer(layer, placement, limit, window) if has_states else SlotLayer(placement, limit, window)
     return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
 
 
@@ -58,26 +60,12 @@ def _from_static(layer: StaticLayer, placement: Placement, limit: int) -> SlotLa
 
 def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
     if not layer.is_initialized:
-        layer.batch_size, layer.num_heads, _, layer.k_head_dim = ours.buffers[0].shape
-        layer.v_head_dim = ours.buffers[1].shape[-1]
-        layer.dtype = ours.dtype
-        layer.device = ours.device
-        layer.is_initialized = True
-        layer.keys, layer.values = ours.buffers if ours.fixed else _empty(ours, layer.max_cache_len)
-        layer.cumulative_length = layer.cumulative_length.to(ours.device)
-    if ours.fixed:
-        # attention will meet them again, and rejected tokens' values may be NaN
-        ours.wipe([ours.end] * len(ours.buffers[0]))
-    else:  # it was in an arena; the cache's own tensors stay where they are
-        for own, states in zip((layer.keys, layer.values), ours.held(ours.end), strict=True):
-            own[..., : ours.end, :] = states
-            own[..., ours.end :, :] = 0
+        layer.lazy_initialization(*ours.buffers)
+    for own, states in zip((layer.keys, layer.values), ours.held(ours.end), strict=True):
+        own[..., : ours.end, :] = states  # onto itself where the layer's own tensors were taken over
+        own[..., ours.end :, :] = 0  # attention will meet them again, and rejected tokens' values may be NaN
     layer.cumulative_length.fill_(ours.end)
-
-
-def _empty(ours: SlotLayer, limit: int) -> list[Tensor]:
-    """Tensors of `limit` slots for the keys and values of a layer."""
-    return [states.new_empty((*states.shape[:-2], limit, states.shape[-1])) for states in ours.buffers]
+    ours.buffers = []  # one layer at a time is held twice
 
 
 def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, limit: int) -> SlotLayer:
@@ -113,15 +101,10 @@ ADOPTED: dict[type, tuple[Callable[..., SlotLayer], Callable[..., None]]] = {
 }
 
 
-def _from_hybrid(layer: Any, placement: Placement, limit: int) -> SlotLayer:
-    ours = HybridSlotLayer(layer, placement, limit, window=getattr(layer, "sliding_window", None))
-    return ours.hold(layer.keys, layer.values, layer.get_seq_length()) if layer.get_seq_length() else ours
-
-
 KEYLESS = {DUMMY}  # layers without keys, which stay as they are: those that hold nothing, and states alone
 if HAS_METHODS:
-    ADOPTED[cache_utils.LinearAttentionAndFullAttentionLayer] = _from_hybrid, _to_dynamic
-    ADOPTED[cache_utils.LinearAttentionAndSlidingWindowAttentionLayer] = _from_hybrid, _to_sliding
+    ADOPTED[cache_utils.LinearAttentionAndFullAttentionLayer] = _from_dynamic, _to_dynamic
+    ADOPTED[cache_utils.LinearAttentionAndSlidingWindowAttentionLayer] = _from_dynamic, _to_sliding
     KEYLESS |= {cache_utils.LinearAttentionLayer}
 
 
