@@ -445,9 +445,9 @@ def test_plans_that_were_captured_first_are_dropped(pair, monkeypatch):
         tree = {"num_assistant_tokens": 4, "draft_tree_top_k": nodes - 2, "draft_tree_total_tokens": nodes}
         with seams(lambda device: seam):
             assert pair[0].generate(**options, assistant_model=pair[1], **tree).tolist() == expected
-    (captures,) = [captures for one in kept._kept[pair[1]][pair[0]].values() for captures in one.by_choice.values()]
-    assert len({plan for _, plan in captures.captured}) == len(captures.samplers) == len(captures.rounds.out) == 4
-    assert all(len(made) <= 4 for made in vars(captures.rounds).values() if isinstance(made, dict))
+    (rounds,) = [rounds for one in kept._kept[pair[1]][pair[0]].values() for rounds in one.by_choice.values()]
+    assert len(rounds.captured) == len(rounds.samplers) == len(rounds.out) == 4
+    assert all(len(made) <= 4 for made in vars(rounds).values() if isinstance(made, dict))
     assert seam.captures == 2 * 6  # the one used last is still there, the first one is captured again
 
 
@@ -466,9 +466,30 @@ def test_a_callers_error_within_a_capture_is_raised(pair):
     assert captured(pair, Recorded(), **options) == pair[0].generate(**options).tolist()
 
 
+def test_samplers_of_all_parts_of_a_plan_are_kept(pair):
+    """A caller's error may come between two parts; those of the next call are captured with its own samplers."""
+
+    class Once(Recorded):
+        def capture(self, function, part):
+            if part == "verify" and self.captures == 1:
+                self.captures += 1
+                raise TimeoutError("the caller's deadline")
+            return super().capture(function, part)
+
+    options, seam = batch_of(*PROMPT, **GREEDY), Once()
+    with seams(lambda device: seam):
+        with pytest.raises(TimeoutError, match="deadline"):
+            pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+        text = pair[0].generate(**options, assistant_model=pair[1], **CHAIN)
+    assert text.tolist() == pair[0].generate(**options).tolist()
+    (one,) = kept._kept[pair[1]][pair[0]].values()
+    ((samplers,),) = [rounds.samplers.values() for rounds in one.by_choice.values()]
+    assert len({*map(id, samplers)}) == 4
+
+
 def test_no_noise_is_kept_from_call_to_call(pair):
     captured(pair, Recorded(), **batch_of(*PROMPT, **DRAWN))
     (one,) = kept._kept[pair[1]][pair[0]].values()
-    (captures,) = one.by_choice.values()
-    assert captures.samplers
-    assert all(sampler.noise is None for pair_of in captures.samplers.values() for sampler in pair_of)
+    (rounds,) = one.by_choice.values()
+    assert rounds.samplers
+    assert all(sampler.noise is None for samplers in rounds.samplers.values() for sampler in samplers)

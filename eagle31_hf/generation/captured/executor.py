@@ -5,7 +5,6 @@ B sequences, M tokens a round commits at most.
 """
 
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,22 +27,20 @@ from .seam import Seam
 from .state_keeper import Part, StateKeeper
 
 logger = logging.get_logger(__name__)
-Captured = dict[tuple[str, Plan], Callable[[], None]]
 
 
 class CapturedExecutor:
     """Runs rounds by `rounds` and a seam. The eager executor runs the prompt, and goes on where a capture fails.
 
-    `captured`: what runs each plan's parts (draft, verify and those that keep states), held between calls; so is why
-    one of them could not be captured, or was wrong, in `failures`.
+    Held between calls: what was captured, by `rounds`; why a part could not be, or was wrong, in `failures`.
     """
 
-    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, captured: Captured, failures: list[str]):
+    def __init__(self, eager: EagerExecutor, rounds: Round, seam: Seam, failures: list[str]):
         self.eager = eager
         self.sequences, self.recorder = eager.sequences, eager.recorder
         self.rounds, self.carry = rounds, rounds.carry
         self.seam = seam
-        self.captured, self.failures = captured, failures
+        self.failures = failures
         self.state_keeper = StateKeeper(rounds)
         self.has_failed = False
         self.was_short = False  # as the eager executor's
@@ -100,7 +97,7 @@ class CapturedExecutor:
         parts: list[Part] = self.state_keeper.parts()
         parts += [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
         for part, of, function in parts:
-            if (part, of) in self.captured:
+            if part in rounds.captured.get(of, {}):
                 continue
             # Of a plan that has been proved the next round is compared, too, in the rows that read what is new.
             rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
@@ -109,7 +106,8 @@ class CapturedExecutor:
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
                 self._run("draft", plan)
             with self.carry.restored(), arena.states.restored(), self._placing():
-                self.captured[part, of] = self.seam.capture(function, part)
+                rounds.captured.setdefault(of, {})[part] = self.seam.capture(function, part)
+            rounds.samplers.setdefault(of, []).extend((rounds.parts.draft_sampler, rounds.parts.sampler))
 
     @contextmanager
     def _placing(self):
@@ -126,7 +124,7 @@ class CapturedExecutor:
 
     def _run(self, part: str, plan: Plan) -> None:
         with self._placing():
-            self.captured[part, plan]()
+            self.rounds.captured[plan][part]()
 
     def _draft(self, plan: Plan) -> None:
         began = self.eager.clock.mark()

@@ -31,39 +31,12 @@ from ..executor import EagerExecutor
 from ..target_runner import TargetRunner
 from .carry import Carry, most_tokens, rows_for
 from .drafting import Parts, Side
-from .executor import Captured, CapturedExecutor
+from .executor import CapturedExecutor
 from .round import Round
 from .seam import Seam, seam_of
 
 MOST_KEPT = 6  # sizes of one pair, and ways to choose tokens of one size: those used last
 MOST_PLANS = 64  # of one way to choose tokens when a call begins: those captured last
-
-
-@dataclass
-class Captures:
-    """The captured rounds of one way to choose tokens, and the tensors they read: `numbers` of its logits processors,
-    see `processors.tuned`."""
-
-    rounds: Round
-    captured: Captured = field(default_factory=dict)
-    numbers: dict[int, Tensor] = field(default_factory=dict)
-    samplers: dict[Any, Any] = field(default_factory=dict)  # by plan, those captured with: graphs read their tensors
-
-    def add_samplers(self, samplers: tuple[Any, Any]) -> None:
-        """Keeps a call's samplers with the plans that it has captured."""
-        for plan in {plan for _, plan in self.captured} - {*self.samplers}:
-            self.samplers[plan] = samplers
-            for sampler in samplers:
-                sampler.noise = None  # large, and read by no graph
-
-    def forget_plans(self) -> None:
-        """Drops the plans that were captured first, of more than MOST_PLANS: clients may ask for ever others."""
-        plans = [*dict.fromkeys(plan for _, plan in self.captured)]
-        for plan in plans[: max(0, len(plans) - MOST_PLANS)]:
-            for key in [key for key in self.captured if key[1] == plan]:
-                del self.captured[key]
-            self.samplers.pop(plan, None)
-            self.rounds.forget(plan)
 
 
 @dataclass
@@ -75,7 +48,7 @@ class Kept:
     carry: Carry
     arenas: tuple[Arena, Arena]  # of the target and the drafter
     seam: Seam
-    by_choice: dict[tuple, Captures] = field(default_factory=dict)
+    by_choice: dict[tuple, Round] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
@@ -83,15 +56,16 @@ class Kept:
     def serving(self, eager: EagerExecutor) -> Iterator[CapturedExecutor]:
         """A context with the executor of a call. To be entered before the prompt is read, by who holds the lock."""
         with self._holding(eager) as (target, drafter):
-            captures = self._captures(eager)
+            rounds = self._rounds(eager)
             # Tried before anything is captured: what a trial does, or fails in, is forbidden to a capture.
             not_fused = why_not_fused(target.model)
-            captures.rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
+            rounds.parts = Parts(target, drafter, eager.proposer.sampler, eager.sampler, not_fused)
             try:
-                yield CapturedExecutor(eager, captures.rounds, self.seam, captures.captured, self.failures)
+                yield CapturedExecutor(eager, rounds, self.seam, self.failures)
             finally:
-                captures.rounds.parts = None  # models and caches are not kept alive
-                captures.add_samplers((eager.proposer.sampler, eager.sampler))
+                rounds.parts = None  # models and caches are not kept alive
+                for sampler in (eager.proposer.sampler, eager.sampler):
+                    sampler.noise = None  # large, and read by no graph
                 if self.failures:
                     self.give_up()
 
@@ -115,21 +89,20 @@ class Kept:
             leave_arena(runner.past_key_values)  # before the next call may have it
             self.seam.note_last()
 
-    def _captures(self, eager: EagerExecutor) -> Captures:
-        """Returns what is captured for the way in which a call chooses tokens. Its samplers read their numbers from
-        there."""
+    def _rounds(self, eager: EagerExecutor) -> Round:
+        """Returns the rounds for the way in which a call chooses tokens. Its samplers read their numbers from there."""
         sampler = eager.sampler
         choice = type(sampler), sampler.noise is None, tuple(map(_structure, sampler.processors))
-        captures = self.by_choice.pop(choice, None) or Captures(Round(self.carry))
+        rounds = self.by_choice.pop(choice, None) or Round(self.carry)
         while len(self.by_choice) >= MOST_KEPT:  # a server whose clients choose top_k, say
             del self.by_choice[next(iter(self.by_choice))]
-        self.by_choice[choice] = captures  # the last one: it is used now
-        captures.forget_plans()
+        self.by_choice[choice] = rounds  # the last one: it is used now
+        rounds.forget_plans(MOST_PLANS)
         if sampler.noise is not None:
             self.carry.hold_noise(sampler.noise.vocab_size)
-        sampler.processors = processors.tuned(sampler.processors, captures.numbers, self.carry.text.device)
+        sampler.processors = processors.tuned(sampler.processors, rounds.numbers_of_processors, self.carry.text.device)
         eager.proposer.sampler.shape_by(sampler.processors)
-        return captures
+        return rounds
 
     def give_up(self) -> None:
         """Drops all that takes memory: nothing of it will be used again."""
@@ -288,8 +261,7 @@ def explained(drafter: Eagle31DrafterModel, target: PreTrainedModel) -> str:
         + ("CUDA graphs, where a call allows" if seam_of(device) else "eager, as everywhere but on a GPU")
     ]
     for one in kept:
-        captures = [*one.by_choice.values()]
-        plans = sorted({plan.name for each in captures for _, plan in [*each.captured]})
+        plans = sorted({plan.name for rounds in [*one.by_choice.values()] for plan in [*rounds.captured]})
         lines.append(
             f"kept for calls of {one.carry.num_rows} rows: {', '.join(plans) or 'nothing captured'}; keys and values,"
             f" {one.num_bytes() / 1e6:.0f} MB"

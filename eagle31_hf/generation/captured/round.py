@@ -6,6 +6,8 @@ B sequences, M tokens a round commits at most, K drafts, N = K + 1 nodes, V targ
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from .proof import Verified
 
 
 class Round(Drafting):
-    """Drafts and verifies; `verify` takes the drafts of the same plan and moves the carry on."""
+    """Drafts and verifies; `verify` takes the drafts of the same plan and moves the carry on. It serves calls that
+    choose tokens in the same way, and holds what was captured of it."""
 
     def __init__(self, carry: Carry):
         super().__init__(carry)
@@ -36,11 +39,16 @@ class Round(Drafting):
         self.unproved_rows: set[int] = set()  # whose states were kept by a part that is new
         # Of each plan's last verification: what mixers were called with, and the states after all its tokens.
         self.unsettled: dict[Plan, Unsettled | None] = {}
+        self.captured: dict[Plan, dict[str, Callable[[], None]]] = {}  # what runs each part of a plan, by its name
+        self.samplers: dict[Plan, list[Any]] = {}  # those captured with: graphs read their tensors
+        self.numbers_of_processors: dict[int, Tensor] = {}  # of logits processors, see `processors.tuned`
 
-    def forget(self, plan: Plan) -> None:
-        """Drops what was made for a plan."""
-        for made in (self.drafts, self.out, self.verified, self.num_proved, self.unsettled):
-            made.pop(plan, None)
+    def forget_plans(self, most: int) -> None:
+        """Drops the plans that were captured first, of more than `most`: clients may ask for ever others."""
+        of_rounds = self.drafts, self.out, self.verified, self.num_proved, self.unsettled
+        for plan in [*self.captured][:-most]:
+            for made in (*of_rounds, self.captured, self.samplers):
+                made.pop(plan, None)
 
     def verify(self, plan: Plan) -> None:
         """The target reads the last token and the drafts; what it accepts is committed."""
