@@ -22,9 +22,8 @@ from ..rejection_sampler import Accepted
 from ..stopping import Ends
 from .drafting import fitted
 from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_cache_again
-from .round import Round, unpacked
+from .round import Part, Round, StateKeeper, unpacked
 from .seam import Seam
-from .state_keeper import Part, StateKeeper
 
 logger = logging.get_logger(__name__)
 
