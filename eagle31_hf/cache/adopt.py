@@ -23,8 +23,7 @@ from transformers.cache_utils import (
 
 from ..errors import DraftingRefusedError
 from .commit import Commit
-from .hybrid_layer import HybridSlotLayer
-from .layer import DUMMY, CacheFullError, Placement, SlotLayer, slot_layers
+from .layer import DUMMY, CacheFullError, HybridSlotLayer, Placement, SlotLayer, slot_layers
 from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
 from .transfer import Mirrored
 

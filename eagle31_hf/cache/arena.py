@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..kernels.rope import append
-from .hybrid_layer import StatesBeside
-from .layer import DUMMY, Placement, SlotLayer, slot_layers
+from .layer import DUMMY, Placement, SlotLayer, StatesBeside, slot_layers
 from .states import StateArena, holds_states, leave_state_arena
 
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many

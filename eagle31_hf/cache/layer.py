@@ -16,6 +16,8 @@ from .transfer import Mirrored
 
 # Stands where a layer holds nothing, as one that takes its keys from another; older versions of transformers have none.
 DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
+# transformers takes a layer with states for one without keys, unless it is of this class; older versions have none.
+BOTH: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 BLOCK = 64  # a buffer that grows has a multiple of as many slots: attention of few rows on a CPU reads them by blocks
 HEADROOM = 256  # slots a buffer is allocated for beyond what is needed, at least; a quarter of it, where that is more
 
@@ -246,6 +248,32 @@ class SlotLayer(DynamicLayer):
     def held(self, count: int) -> list[Tensor]:
         """Keys and values of the last `count` tokens."""
         return [buffer[..., self.end - count - self.first : self.end - self.first, :] for buffer in self.buffers]
+
+
+class StatesBeside(BOTH):
+    """The states of a layer whose keys are in slots: they stay with the stock layer that it stands in for, whose
+    attributes it shows."""
+
+    stock: Any
+
+    def __getattr__(self, name: str) -> Any:  # asked for what it has not itself: the states and what is said of them
+        if name == "stock":
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.stock.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.stock.update_recurrent_state(*args, **kwargs)
+
+
+class HybridSlotLayer(SlotLayer, StatesBeside):
+    """A slot layer with states beside its keys."""
+
+    def __init__(self, stock: Any, placement: Placement, limit: int, window: int | None = None):
+        self.stock = stock
+        SlotLayer.__init__(self, placement, limit, window)
 
 
 def slot_layers(cache: Cache) -> list[SlotLayer]:
