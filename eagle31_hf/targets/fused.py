@@ -218,22 +218,6 @@ class _NormForward(_StandIn):
         return self.own(states, *args, **kwargs)
 
 
-class _Recorder(_StandIn):
-    """Notes how a thread calls a layer with masks of spans."""
-
-    def __init__(self, layer: Any, calls: "dict[nn.Module, Call]"):
-        super().__init__(layer)
-        self.calls = calls
-        self.thread = threading.get_ident()
-
-    def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(CACHE)
-        is_noted = threading.get_ident() == self.thread and is_spans(kwargs.get("attention_mask"))
-        if is_noted and cache is not None:
-            self.calls[self.module] = Call(args, kwargs, cache.layers[0].placement.on_device)
-        return self.own(states, *args, **kwargs)
-
-
 def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
     """States as hooks expect them: those of the layers that a drafter reads. They carry with them what the follower
     would make of them first, in the operation that adds them up."""
@@ -302,14 +286,19 @@ def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]
 @contextmanager
 def _recorded_calls(layers: list[Any]) -> Iterator[dict[nn.Module, Call]]:
     """A context that notes how this thread calls layers with masks of spans."""
-    calls: dict[nn.Module, Call] = {}
-    try:
+    calls, own_thread = dict[nn.Module, Call](), threading.get_ident()
+
+    # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
+    # arguments.
+    def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        cache = None if kwargs is None or threading.get_ident() != own_thread else kwargs.get(CACHE)
+        if cache is not None and is_spans(kwargs.get("attention_mask")):
+            calls[layer] = Call(args[1:], kwargs, cache.layers[0].placement.on_device)
+
+    with ExitStack() as stack:
         for layer in layers:
-            if "forward" not in vars(layer):
-                vars(layer)["forward"] = _Recorder(layer, calls)
+            stack.enter_context(layer.register_forward_pre_hook(note, with_kwargs=True))
         yield calls
-    finally:
-        _restore(layers)
 
 
 def _why_not_same(target: PreTrainedModel, layer: Any, calls: dict[nn.Module, Call]) -> str | None:
