@@ -53,7 +53,6 @@ TOLERANCE_OF_ALL = 1e-3
 TOLERANCE_OF_ALL_LOW = 0.25
 SPREAD = 0.05  # of random states: small beside what a layer adds to them, and large beside the eps of its norms
 FAR = 2**20  # tokens, beyond the lengths at which some models scale queries
-NORMED = "eagle31_normed"  # attribute of a tensor of states: what the next norm makes of them
 USUAL_TENSORS = {"attention_mask", "position_ids"}  # besides the states and the rotary embedding
 
 
@@ -198,40 +197,23 @@ class _LayerForward(_StandIn):
 
     def _from_arena(self, states: Any, rope: Any, mask: Tensor, kv: ArenaLayer) -> Any:
         normed, residual = _normed(self.module.input_layernorm, states)
-        return self._handed_on(*after_norm(self.module, normed, residual, rope, mask, kv))
-
-    def _handed_on(self, x: Tensor, residual: Tensor) -> Any:
-        follower = self.follower
-        if follower is None:
-            return residual + x
-        if self.module._forward_hooks or follower._forward_pre_hooks:
-            return _seen(follower, x, residual)
-        return Pair(x, residual)
+        x, residual = after_norm(self.module, normed, residual, rope, mask, kv)
+        # Hooks get states: those of the layers that a drafter reads.
+        is_seen = self.follower is None or self.module._forward_hooks or self.follower._forward_pre_hooks
+        return residual + x if is_seen else Pair(x, residual)
 
 
 class _NormForward(_StandIn):
     """The final norm's."""
 
     def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(states, Pair) or hasattr(states, NORMED):
-            return _normed(self.module, states)[0]
-        return self.own(states, *args, **kwargs)
-
-
-def _seen(follower: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """States as hooks expect them: those of the layers that a drafter reads. They carry with them what the follower
-    would make of them first, in the operation that adds them up."""
-    normed, total = norm_sum(getattr(follower, "input_layernorm", follower), x, residual)
-    setattr(total, NORMED, normed)
-    return total
+        return _normed(self.module, states)[0] if isinstance(states, Pair) else self.own(states, *args, **kwargs)
 
 
 def _normed(norm: Any, states: Any) -> tuple[Tensor, Tensor]:
     """Runs a norm on states as fused layers hand them on. Returns the normed states, and the states added up."""
-    if isinstance(states, Pair):
-        return norm_sum(norm, states.x, states.residual)
-    normed = getattr(states, NORMED, None)
-    return norm_sum(norm, states, None) if normed is None else (normed, states)
+    x, residual = (states.x, states.residual) if isinstance(states, Pair) else (states, None)
+    return norm_sum(norm, x, residual)
 
 
 # -- the trial
