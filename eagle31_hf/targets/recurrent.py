@@ -186,8 +186,8 @@ class Mixers:
 
     @contextmanager
     def finding(self) -> Iterator[None]:
-        """A context in which mixers are found by what they do, as `Finder` says."""
-        if not self.is_needed:
+        """A context in which mixers are found by what they do, as `Finder` says, unless they are known."""
+        if not self.is_needed or self.found:
             yield
             return
         finder = Finder(self.target, self.cache)

@@ -108,33 +108,19 @@ def write_cache_again(eager: EagerExecutor) -> None:
     """Writes the target's keys, values and states of all texts but for their last tokens anew, by its own forward;
     where there are states, as they were written: the prompt at once, then what was verified."""
     runner, sequences = eager.runner, eager.sequences
-    mixers, past_key_values = runner.mixers, runner.past_key_values
+    past_key_values = runner.past_key_values
     ids = sequences.padded()[:, :-1]
     places = torch.arange(ids.shape[1], device=ids.device) - (sequences.prompt_length - 1)
     mask = None
     if runner.seen is not None:
         mask = torch.nn.functional.pad(runner.seen, (0, ids.shape[1] - runner.seen.shape[1]), value=True).long()
     assert runner.last_position is not None
-    decoder = decoder_of(runner.target)
-
-    def read(begin: int, end: int) -> None:
-        decoder(
-            input_ids=ids[:, begin:end],
-            attention_mask=None if mask is None else mask[:, :end],
-            position_ids=(runner.last_position + places[begin:end]).clamp(min=0),
-            use_cache=True,
-            **cache_argument(decoder.forward, past_key_values),
-        )
-
+    positions = (runner.last_position + places).clamp(min=0)
     cache.settle(past_key_values, 0)
     forget_states(past_key_values)
-    end = sequences.prompt_length if mixers.is_needed else ids.shape[1]
-    read(0, end)
-    if end < ids.shape[1]:
-        with mixers.verifying(len(ids), ids.shape[1] - end):
-            read(end, ids.shape[1])
-        mixers.commit([[*range(length - 1 - end)] for length in sequences.lengths.host])
-        mixers.settle()
+    lengths = [length - 1 for length in sequences.lengths.host]
+    _read_texts(runner.mixers, ids, positions, sequences.prompt_length, lengths, mask)
+    runner.mixers.settle()
     cache.settle(past_key_values, ids.shape[1])
     assert eager.unread.captured is not None
     eager.unread.captured.drop()
@@ -222,9 +208,8 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     if not drafts.is_chain:
         given["attention_mask"] = slot_masks(target, own, SlotMask(Mirrored([prefix]), visible, depths, depths))
     with Mixers(target, own) as mixers:
-        prompt = case.prompt_length - padding if mixers.is_needed else prefix
         positions = position + torch.arange(padding, length - 1, device=text.device)
-        _read_text(target, mixers, text[:, :-1], positions, prompt)
+        _read_texts(mixers, text[:, :-1], positions, case.prompt_length - padding, [prefix])
         with capture_states(target, layer_ids, own) as captured, mixers.verifying(1, drafts.ids.shape[1] + 1):
             logits = target(
                 input_ids=torch.cat((text[:, -1:], drafts.ids[b : b + 1]), dim=1),
@@ -236,20 +221,23 @@ def _of_target(target: PreTrainedModel, layer_ids: list[int], case: Case, b: int
     return {"logits": logits[0].to(device), "states": captured.take()[0].to(device)}
 
 
-def _read_text(target: PreTrainedModel, mixers: Mixers, text: Tensor, positions: Tensor, prompt: int) -> None:
-    """Has the target read a text (1, T) at positions (1, T), or (axes, 1, T), into a cache of its own: its prompt at
-    once, and what follows where there are states as it was verified, since some mixers make other states of it."""
-    decoder, own = decoder_of(target), mixers.cache
+def _read_texts(
+    mixers: Mixers, texts: Tensor, positions: Tensor, prompt: int, lengths: list[int], mask: Tensor | None = None
+) -> None:
+    """Has the target of `mixers` read texts (B, T) at positions (B, T), or (axes, B, T), into their cache: all at once
+    or, where there are states, the prompts, and then what follows as it was verified, since some mixers make other
+    states of it. `prompt`: tokens of each prompt; `lengths`: of each text; `mask` (B, T): 0 where it is padding."""
+    decoder, num_tokens = decoder_of(mixers.target), texts.shape[1]
 
-    def read(part: slice) -> None:
-        given = cache_argument(decoder.forward, own)
-        decoder(input_ids=text[:, part], position_ids=positions[..., part], use_cache=True, **given)
+    def read(begin: int, end: int) -> None:
+        given: dict[str, Any] = cache_argument(decoder.forward, mixers.cache)
+        given |= {} if mask is None else {"attention_mask": mask[:, :end]}
+        decoder(input_ids=texts[:, begin:end], position_ids=positions[..., begin:end], use_cache=True, **given)
 
-    num_rest = text.shape[1] - prompt
-    if prompt:
-        with mixers.finding():
-            read(slice(prompt))
-    if num_rest:
-        with mixers.verifying(1, num_rest):
-            read(slice(prompt, None))
-        mixers.commit([[*range(num_rest)]])
+    end = prompt if mixers.is_needed else num_tokens
+    with mixers.finding():
+        read(0, end)
+    if end < num_tokens:
+        with mixers.verifying(len(texts), num_tokens - end):
+            read(end, num_tokens)
+        mixers.commit([[*range(length - end)] for length in lengths])
