@@ -166,7 +166,7 @@ def rope_append_kernel(
     block, b = tl.program_id(0) % BLOCKS, tl.program_id(1).to(tl.int64)
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     slot = tl.load(starts + b * stride_starts) + t
-    kept_heads = tl.where((slot >= 0) & (slot < capacity), HKV, 0)
+    kept = tl.where((slot >= 0) & (slot < capacity), HKV, 0)  # heads of keys and values
     cos += b * stride_cos_b + t * stride_cos_t
     sin += b * stride_sin_b + t * stride_sin_t
     h = tl.arange(0, HEADS).to(tl.int64)
@@ -175,29 +175,13 @@ def rope_append_kernel(
         x, y = q + b * stride_qb + t * stride_qt, out + (b * num_tokens + t) * H * D
         _rotate(x, y, q_weight, cos, sin, stride_qh, D, head, H, eps, D, P, HALF_BLOCK, REST_BLOCK, NORMED)
     elif block < Q_BLOCKS + KV_BLOCKS:
-        head = (block - Q_BLOCKS) * HEADS + h
-        key, key_at = k + b * stride_kb + t * stride_kt, key_buffer + b * stride_key_b + slot * stride_key_s
-        _rotate(
-            key,
-            key_at,
-            k_weight,
-            cos,
-            sin,
-            stride_kh,
-            stride_key_h,
-            head,
-            kept_heads,
-            eps,
-            D,
-            P,
-            HALF_BLOCK,
-            REST_BLOCK,
-            NORMED,
-        )
+        head, apart = (block - Q_BLOCKS) * HEADS + h, stride_key_h
+        key, goal = k + b * stride_kb + t * stride_kt, key_buffer + b * stride_key_b + slot * stride_key_s
+        _rotate(key, goal, k_weight, cos, sin, stride_kh, apart, head, kept, eps, D, P, HALF_BLOCK, REST_BLOCK, NORMED)
     else:
         head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + h
         i = tl.arange(0, DV_BLOCK)
-        inside = (head < kept_heads)[:, None] & (i < DV)[None, :]
+        inside = (head < kept)[:, None] & (i < DV)[None, :]
         values = tl.load(v + b * stride_vb + t * stride_vt + head[:, None] * stride_vh + i[None, :], mask=inside)
         at = value_buffer + b * stride_value_b + slot * stride_value_s + head[:, None] * stride_value_h + i[None, :]
         tl.store(at, values.to(tl.float32).to(value_buffer.dtype.element_ty), mask=inside)
