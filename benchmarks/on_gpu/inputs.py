@@ -118,11 +118,6 @@ def _embed_norms(make: Maker) -> Inputs:
     return Inputs((ids, table, weights[0], state, weights[1], 1e-6), num_bytes(ids, weights, [state] * 4))
 
 
-def _append(make: Maker) -> Inputs:
-    new = [make.heads(make.size.kv_heads).transpose(1, 2) for _ in range(2)]
-    return Inputs((new, make.buffers(), make.starts()), 2 * num_bytes(new))
-
-
 def _rope_append(make: Maker) -> Inputs:
     size = make.size
     counts = size.heads, size.kv_heads, size.kv_heads
@@ -218,7 +213,6 @@ def _quantized_linear(make: Maker) -> Inputs:
 MAKERS: dict[str, Callable[[Maker], Inputs]] = {
     "add_rms_norm": _add_rms_norm,
     "embed_norms": _embed_norms,
-    "append": _append,
     "rope_append": _rope_append,
     "joint_linear": _joint_linear,
     "gated_linear": _gated_linear,

@@ -76,6 +76,15 @@ class ArenaPlacement(Placement):
     on_device: Tensor | None = None
     num_rows: int | None = None
     outlives_call: bool = True  # the caller keeps the cache, which then gets copies
+    _found: tuple[Tensor, Tensor] | None = None  # the starts and the slots that were found last
+
+    def slots_from_device(self, num_tokens: int) -> Tensor:
+        """The slots (R, num_tokens) that the tokens of a forward go to, found once for all its layers."""
+        starts = self.on_device
+        assert starts is not None
+        if self._found is None or self._found[0] is not starts or self._found[1].shape[1] != num_tokens:
+            self._found = starts, starts + torch.arange(num_tokens, device=starts.device)
+        return self._found[1]
 
 
 class ArenaLayer(SlotLayer):
@@ -89,11 +98,10 @@ class ArenaLayer(SlotLayer):
         self.index = index
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        starts = self.placement.on_device
-        if starts is None:
+        if self.placement.on_device is None:
             return super().update(key_states, value_states, *args, **kwargs)
         buffers = self.ready(key_states, value_states)
-        append([key_states, value_states], buffers, starts)
+        append([key_states, value_states], buffers, self.placement.slots_from_device(key_states.shape[2]))
         return buffers[0], buffers[1]
 
     def ready(self, key_states: Tensor, value_states: Tensor) -> list[Tensor]:

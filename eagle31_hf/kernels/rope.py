@@ -10,14 +10,11 @@ from torch import Tensor
 from .operation import operation
 
 
-@operation(mutates=("buffers",))
-def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
-    """Writes keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), strided as they may be, to the buffers (B, Hkv, C, D) and
-    (B, Hkv, C, Dv), contiguous in their last dimension. `starts` (B, 1) int64. No slot lies outside the buffers: the
-    kernel leaves such a token out, the reference raises."""
-    slots = (starts + torch.arange(new[0].shape[2], device=starts.device))[:, None, :, None]
+def append(new: list[Tensor], buffers: list[Tensor], slots: Tensor) -> None:
+    """Writes keys (B, Hkv, T, D) and values (B, Hkv, T, Dv) to slots (B, T) of the buffers (B, Hkv, C, D) and (B, Hkv,
+    C, Dv)."""
     for buffer, states in zip(buffers, new, strict=True):
-        buffer.scatter_(2, slots.expand(*states.shape), states.to(buffer.dtype))
+        buffer.scatter_(2, slots[:, None, :, None].expand(*states.shape), states.to(buffer.dtype))
 
 
 def _rotated_queries(qkv: list[Tensor], *args) -> Tensor:
@@ -29,8 +26,9 @@ def rope_append(
     qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
 ) -> Tensor:
     """Rotates queries and keys, after the RMSNorm of each head by `norms`, the weights (D,) for queries and for
-    keys, empty where there is none, and appends keys and values, see `append`. Returns the rotated queries (B, T, H,
-    D).
+    keys, empty where there is none, and appends keys and values to the buffers (B, Hkv, C, D) and (B, Hkv, C, Dv),
+    contiguous in their last dimension. `starts` (B, 1) int64. No slot lies outside the buffers: the kernel leaves such
+    a token out, the reference raises. Returns the rotated queries (B, T, H, D).
 
     `qkv`: queries (B, T, H, D), keys (B, T, Hkv, D) and values (B, T, Hkv, Dv). `rope`: cos and sin (B or 1, T, P),
     each angle twice, in halves: of the first P entries of a head, x becomes x * cos + (-x[P/2:], x[:P/2]) * sin."""
@@ -38,7 +36,8 @@ def rope_append(
     q_weight, k_weight = norms or (None, None)
     q = _rotated(q, q_weight, eps, *rope)
     k = _rotated(k, k_weight, eps, *rope)
-    append.reference([k.transpose(1, 2), v.transpose(1, 2)], buffers, starts)
+    slots = starts + torch.arange(k.shape[1], device=starts.device)
+    append([k.transpose(1, 2), v.transpose(1, 2)], buffers, slots)
     return q
 
 

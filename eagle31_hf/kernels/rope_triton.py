@@ -1,5 +1,5 @@
-"""The kernels of the rotary embedding and of what appends keys and values: a program takes some heads of a token, or
-some tokens of a head, and copies to slots that it computes from what the device holds."""
+"""The kernel of the rotary embedding, which appends keys and values: a program takes some heads of a token, and writes
+to a slot that it computes from what the device holds."""
 
 import torch
 import triton
@@ -8,54 +8,7 @@ from torch import Tensor
 
 from .operation import with_close_entries
 
-HEADS = 4  # of a token, a program of `rope_append`
-TOKENS = 8  # of a head, a program of `append`
-APPEND_WARPS = 2
-
-
-@triton.jit
-def append_kernel(
-    keys,
-    values,
-    key_buffer,
-    value_buffer,
-    starts,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_key_b,
-    stride_key_h,
-    stride_key_s,
-    stride_value_b,
-    stride_value_h,
-    stride_value_s,
-    stride_starts,
-    num_tokens,
-    capacity,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    DV_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program: the keys and values of a block of tokens of a head."""
-    head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(starts + b * stride_starts) + t
-    fits = (t < num_tokens) & (slot >= 0) & (slot < capacity)
-    i, j = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
-    is_key = fits[:, None] & (i < D)[None, :]
-    is_value = fits[:, None] & (j < DV)[None, :]
-    t = t.to(tl.int64)
-    k = tl.load(keys + b * stride_kb + head * stride_kh + t[:, None] * stride_kt + i[None, :], mask=is_key)
-    v = tl.load(values + b * stride_vb + head * stride_vh + t[:, None] * stride_vt + j[None, :], mask=is_value)
-    key_at = key_buffer + b * stride_key_b + head * stride_key_h + slot[:, None] * stride_key_s + i[None, :]
-    value_at = value_buffer + b * stride_value_b + head * stride_value_h + slot[:, None] * stride_value_s + j[None, :]
-    tl.store(key_at, k.to(tl.float32).to(key_buffer.dtype.element_ty), mask=is_key)
-    tl.store(value_at, v.to(tl.float32).to(value_buffer.dtype.element_ty), mask=is_value)
+HEADS = 4  # of a token, a program
 
 
 @triton.jit
@@ -200,35 +153,12 @@ def rope_blocks(width: int, value_width: int, rotated: int) -> dict[str, int]:
     }
 
 
-def append_blocks(width: int, value_width: int) -> dict[str, int]:
-    """The constants of `append_kernel` for heads so wide."""
-    blocks = {"D_BLOCK": triton.next_power_of_2(width), "DV_BLOCK": triton.next_power_of_2(value_width)}
-    return {"D": width, "DV": value_width, "TOKENS": TOKENS, **blocks}
-
-
-def _check(buffers: list[Tensor]) -> None:
-    """Refuses buffers that the kernels would write to elsewhere."""
-    if any(buffer.stride(-1) != 1 for buffer in buffers):
-        raise ValueError("buffers must be contiguous in their last dimension")
-
-
-def append(new: list[Tensor], buffers: list[Tensor], starts: Tensor) -> None:
-    """Launches the kernel; see the operation."""
-    _check(buffers)
-    keys, values = (with_close_entries(states) for states in new)
-    batch, heads, tokens, width = keys.shape
-    strides = [stride for each in (keys, values, *buffers) for stride in each.stride()[:3]]
-    sizes = starts.stride(0), tokens, buffers[0].shape[2]
-    grid = triton.cdiv(tokens, TOKENS), heads, batch
-    blocks = append_blocks(width, values.shape[3])
-    append_kernel[grid](keys, values, *buffers, starts, *strides, *sizes, **blocks, num_warps=APPEND_WARPS)
-
-
 def rope_append(
     qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
 ) -> Tensor:
     """Launches the kernel; see the operation."""
-    _check(buffers)
+    if any(buffer.stride(-1) != 1 for buffer in buffers):  # it would write elsewhere
+        raise ValueError("buffers must be contiguous in their last dimension")
     qkv, rope = [with_close_entries(each) for each in qkv], [with_close_entries(each) for each in rope]
     batch, tokens, heads, width = qkv[0].shape
     kv_heads, value_width = qkv[2].shape[2:]

@@ -67,7 +67,6 @@ OF_A_PART = {
     "scatter_": lambda args, out: 3 * size(args[3]),
     "tree_attention": of_tree_attention,
     "rope_append": lambda args, out: 2 * size(*args[0]) + size(*args[1]),
-    "append": lambda args, out: 2 * size(*args[0]),
     "embed_norms": lambda args, out: 2 * size(out),
     "likeliest_tokens": lambda args, out: size(args[0], *out),
 }

@@ -1,8 +1,8 @@
-"""Rotary embedding and appending at real sizes, for compile_ahead.py."""
+"""Rotary embedding at real sizes, for compile_ahead.py."""
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.rope_triton import APPEND_WARPS, append_blocks, append_kernel, rope_append_kernel, rope_blocks
+from eagle31_hf.kernels.rope_triton import rope_append_kernel, rope_blocks
 
 
 def types(kernel, **others: str) -> dict[str, str]:
@@ -23,15 +23,7 @@ def rotated(width: int, part: int, is_normed: bool, **others: str) -> Case:
     return Case(rope_append_kernel, kinds, constants, {"num_warps": 1}, is_wide=True)
 
 
-def appended(width: int, value_width: int) -> Case:
-    kinds = types(append_kernel, starts="*i64")
-    options = {"num_warps": APPEND_WARPS}
-    return Case(append_kernel, kinds, append_blocks(width, value_width), options, is_wide=True)
-
-
 CASES = {
-    "append": appended(128, 128),
-    "append, 192 and 128 wide": appended(192, 128),
     "rope_append": rotated(128, 128, False),
     "rope_append, normed": rotated(128, 128, True, cos="*fp32", sin="*fp32"),
     "rope_append, a part of 96": rotated(96, 64, True),

@@ -52,6 +52,6 @@ def test_every_kernel_has_a_case(found):
 def test_why_an_operation_runs_as_torch_does(monkeypatch):
     assert why_torch("add_rms_norm", torch.device("cpu")) == "as torch does: no GPU, but cpu"
     assert why_torch("add_rms_norm", torch.device("cuda")) is None
-    monkeypatch.setenv(SWITCH, "append,add_rms_norm")
-    assert why_torch("add_rms_norm", torch.device("cuda")) == f"as torch does: {SWITCH}=append,add_rms_norm"
+    monkeypatch.setenv(SWITCH, "joint_linear,add_rms_norm")
+    assert why_torch("add_rms_norm", torch.device("cuda")) == f"as torch does: {SWITCH}=joint_linear,add_rms_norm"
     assert why_torch("rope_append", torch.device("cuda")) is None

@@ -1,5 +1,4 @@
-"""Rotary embedding and appending: their kernels, in Triton's interpreter where there is no GPU, beside their
-references."""
+"""Rotary embedding and appending: the kernel, in Triton's interpreter where there is no GPU, beside its reference."""
 
 from dataclasses import dataclass
 
@@ -9,12 +8,11 @@ from kernel_close import assert_matches
 from poison import Guarded, turned
 from torch import Tensor
 
-from eagle31_hf.kernels.rope import append, rope_append
+from eagle31_hf.kernels.rope import rope_append
 
 pytest.importorskip("triton")
 
 EPS = 1e-5
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -55,46 +53,6 @@ def at(*starts: int) -> Tensor:
 
 def buffers(of: list[Arena]) -> list[Tensor]:
     return [arena.buffer for arena in of]
-
-
-def assert_appends(new: list[Tensor], dtype: torch.dtype, starts: Tensor, slots: int = 23) -> None:
-    got, expected = arenas([(*each.shape[:2], slots, each.shape[3]) for each in new], dtype)
-    append.kernel()(new, buffers(got), starts)
-    append.reference(new, buffers(expected), starts)
-    assert_same(got, expected)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (3, 2, 5, 60), (2, 3, 17, 80)], ids=str)
-def test_append_matches_reference(shape, dtype):
-    torch.manual_seed(0)
-    starts = at(*(3, 0, 11)[: shape[0]]) if shape[2] < 17 else at(6, 0)
-    for kept in (dtype, torch.float32):
-        assert_appends([drawn(*shape, dtype=dtype) for _ in range(2)], kept, starts)
-
-
-def test_append_of_other_widths_and_strides():
-    torch.manual_seed(0)
-    keys, values = drawn(2, 5, 3, 61), drawn(2, 5, 3, 40)
-    assert_appends([keys.transpose(1, 2), values.transpose(1, 2)], torch.float32, at(2, 9))
-    assert_appends([turned(keys), turned(values)], torch.float32, at(2, 9))
-    assert_appends([keys, values], torch.bfloat16, torch.tensor(4, device=DEVICE).expand(2, 1))
-
-
-def test_append_fills_the_buffers_to_their_end():
-    assert_appends([drawn(2, 1, 9, 8) for _ in range(2)], torch.float32, at(0, 2), slots=11)
-
-
-@pytest.mark.parametrize("start", [9, 11, -2])
-def test_append_leaves_out_what_does_not_fit(start):
-    new = [drawn(1, 2, 4, 8) for _ in range(2)]
-    got, expected = arenas([(1, 2, 11, 8)] * 2, torch.float32)
-    append.kernel()(new, buffers(got), at(start))
-    for arena, states in zip(expected, new, strict=True):
-        for t in range(4):
-            if 0 <= start + t < 11:
-                arena.buffer[:, :, start + t] = states[:, :, t]
-    assert_same(got, expected)
 
 
 @dataclass(frozen=True)
@@ -190,8 +148,6 @@ def test_buffers_written_elsewhere_are_refused():
     shape = Shape(1, 2, 1, 1, 8, 8, 8)
     bad = [turned(torch.zeros(1, 1, 9, 8, device=DEVICE))] * 2
     with pytest.raises(ValueError, match="last dimension"):
-        append.kernel()([x.transpose(1, 2) for x in shape.qkv(torch.float32)[1:]], bad, at(0))
-    with pytest.raises(ValueError, match="last dimension"):
         rope_append.kernel()(shape.qkv(torch.float32), shape.rope(torch.float32), [], EPS, bad, at(0))
 
 
@@ -201,6 +157,5 @@ def test_operations_are_well_formed():
     rope = [each.cpu() for each in shape.rope(torch.float32)]
     kept, starts = [torch.zeros(2, 2, 9, 8) for _ in range(2)], torch.zeros(2, 1, dtype=torch.int64)
     weights = [torch.ones(8) for _ in range(2)]
-    torch.library.opcheck(torch.ops.eagle31.append.default, ([x.transpose(1, 2) for x in qkv[1:]], kept, starts))
     torch.library.opcheck(torch.ops.eagle31.rope_append.default, (qkv, rope, [], EPS, kept, starts))
     torch.library.opcheck(torch.ops.eagle31.rope_append.default, (qkv, rope, weights, EPS, kept, starts))
