@@ -148,16 +148,9 @@ def _check_choice(sampler: Any, case: Case, carry: Carry) -> None:
         chosen = sampler.choose_at_nodes(found.logits, drafts, case.noise)[0]
         if not torch.equal(chosen * before["going"], found.chosen * before["going"]):
             raise WrongRoundError("it chooses other tokens than its logits say")
-    _, tokens, count = accepted_path.reference(
-        drafts.ids,
-        drafts.parents,
-        drafts.depths,
-        drafts.bits,
-        found.chosen,
-        found.spoiled,
-        before["going"],
-        carry.width,
-    )
+    tree = drafts.ids, drafts.parents, drafts.depths, drafts.bits
+    given = *tree, found.chosen, found.spoiled, before["going"], carry.width
+    _, tokens, count = accepted_path.reference(*given)
     is_new = torch.arange(carry.width, device=tokens.device) < count
     slots = (before["length"] + torch.arange(carry.width, device=tokens.device)).clamp(max=carry.text.shape[1] - 1)
     text = carry.text.gather(1, slots)
