@@ -61,7 +61,7 @@ class SlotMask:
             allowed = allowed & (slot > begin + self.query_depths[..., None] - window)
             visible = visible & (self.new_depths[:, None] > self.query_depths[..., None] - window)
         if self.seen is not None and first < self.seen.shape[1]:
-            seen = self.seen[:, None, first:end]
+            seen = self.seen[:, None, first:end].to(device)
             inside = seen.shape[2]
             allowed = torch.cat((allowed[..., :inside] & seen, allowed[..., inside:]), dim=-1)
         places = begin + torch.arange(visible.shape[2], device=device) - first

@@ -130,15 +130,18 @@ class DraftSampler:
         if in_target_ids:
             logits, ids = scatter_logits(logits, ids, self.vocab_size), None
         if self.processors[0]:
-            logits = processors.apply(self.processors, self._texts(prefixes or [logits], path_ids), logits)
+            texts = self._texts(prefixes or [logits], path_ids)
+            home = texts[0].device if self.reads_text else logits.device  # those hold tensors beside the text
+            logits = processors.apply(self.processors, texts, logits.to(home)).to(logits.device)
         return logits.unflatten(0, shape), ids
 
     def _texts(self, prefixes: Sequence[Tensor], path_ids: Tensor | None) -> Sequence[Tensor]:
         """The text (1, L) up to every node (B F in all); the prefixes themselves where no processor reads them."""
-        if path_ids is None:
+        if not self.reads_text:
             return prefixes
+        assert path_ids is not None
         return [
-            torch.cat((prefix, path[None]), dim=1)
+            torch.cat((prefix, path[None].to(prefix.device)), dim=1)
             for prefix, paths in zip(prefixes, path_ids, strict=True)
             for path in paths
         ]

@@ -30,8 +30,6 @@ class Proposer:
         """
         device = self.runner.like.device
         roots = [prefix[:, -1:].to(device) for prefix in prefixes]
-        if self.sampler.reads_text:
-            prefixes = [prefix.to(device) for prefix in prefixes]
         level = Level(roots[0] if len(roots) == 1 else torch.cat(roots), prefixes, plan)
         try:
             level.state, level.logits = self.runner.read(unread, plan.depth)
@@ -59,7 +57,7 @@ class Proposer:
         plan, expansion = level.plan, level.expansion
         depth = expansion.levels
         noise = self.sampler.noise_after(level.prefixes, depth)
-        log_probs, ids = self.sampler.scored(level.logits, plan.top_k, noise, level.prefixes, level.texts(self))
+        log_probs, ids = self.sampler.scored(level.logits, plan.top_k, noise, level.prefixes, level.path_ids)
         if plan.controller is None:
             expansion.extend(ids, log_probs)
             return plan.max_width
@@ -69,7 +67,7 @@ class Proposer:
     def _draw(self, level: "Level") -> int:
         """Adds one child, as the target would choose it. Returns 0 where the drafter does not trust it, else 1."""
         noise = self.sampler.noise_after(level.prefixes, level.expansion.levels)
-        ids, logits, is_trusted = self.sampler.draw(level.logits[:, -1], noise, level.prefixes, level.texts(self))
+        ids, logits, is_trusted = self.sampler.draw(level.logits[:, -1], noise, level.prefixes, level.path_ids)
         if ids is None:
             return 0
         level.expansion.extend(ids[..., None])
@@ -86,14 +84,10 @@ class Level:
         self.prefixes = prefixes
         self.expansion = Expansion(root)
         self.nodes = VisibleNodes(len(prefixes), root.device)
-        self.path_ids = root[:, None, :0]
+        self.path_ids = root[:, None, :0]  # drafted up to every node (B, F, level), where processors read the text
         self.drawn_from = list[Tensor]()
         self.state = root  # until the drafter has read: then (B, F, h)
         self.logits = root  # then (B, F, Vd)
-
-    def texts(self, proposer: Proposer) -> Tensor | None:
-        """The ids drafted up to every node (B, F, level), where processors read them."""
-        return self.path_ids if proposer.sampler.reads_text else None
 
     def drafted(self) -> DraftTokens:
         """The best candidates, as many as the plan wants."""

@@ -141,7 +141,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
     with cache.slots(runner.past_key_values, runner.num_before + config.max_length + spare) as runner.placement:
         check_room(runner.past_key_values, runner.num_before, input_ids.shape[1], stopping)
         mode = Mode.of(request, runner, stopping)
-        seam = seam_of(input_ids.device)
+        seam = seam_of(input_ids.device) or seam_of(request.target.device)
         why_eager = None if seam is None else why_not_captured(request, runner, mode)
         is_captured = seam is not None and why_eager is None
         if is_captured and runner.mixers.is_needed:
@@ -190,7 +190,8 @@ def settling(executor: Executor, eager: EagerExecutor) -> Iterator[None]:
 @contextmanager
 def rows_on_cpu(request: Request, executor: EagerExecutor, seam: Seam | None) -> Iterator[None]:
     """A context in which rounds on a CPU run the kernels that are fastest for few rows."""
-    if seam is not None or request.input_ids.device.type != "cpu":
+    places = {request.input_ids.device.type, request.target.device.type}
+    if seam is not None or not places <= {"cpu", "meta"}:  # offloaded targets are on meta
         yield
         return
     with fused_rows(request.target) as rows, few_rows(request.drafter) as drafter_rows, ExitStack() as stack:

@@ -48,9 +48,8 @@ class TargetRunner:
         mask = model_kwargs.get("attention_mask")
         # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole
         # text either way.
-        is_whole = input_ids.shape[1] == (
-            getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
-        )
+        num_covered = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        is_whole = input_ids.shape[1] == num_covered
         has_padding = is_whole and mask is not None
         self.num_padding = (mask.cumsum(-1) == 0).sum(-1).tolist() if has_padding else [0] * len(input_ids)
         num_held = cache.length(self.past_key_values) or 0
@@ -153,7 +152,8 @@ class TargetRunner:
         self.placement.place(starts, num_nodes, ids.device, commit)
         try:
             inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
-            shared = SlotMask(starts, visible, depths, depths, self.seen)
+            device = inputs["input_ids"].device  # transformers moves inputs that lie elsewhere than the target
+            shared = SlotMask(starts, visible.to(device), depths.to(device), depths.to(device), self.seen)
             inputs["attention_mask"] = slot_masks(self.target, self.past_key_values, shared, commit.going)
             return self._run(inputs, drafts)
         finally:

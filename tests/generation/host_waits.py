@@ -49,14 +49,14 @@ SHORT, LONG = 6, 12  # the difference of two texts leaves out what is done once 
 LONGER = 24  # where launches are told, which are not those of every round, and of auto, whose rounds the clock decides
 
 
-def models(num_layers: int) -> tuple[Any, Eagle31DrafterModel]:
+def models(num_layers: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Eagle31DrafterModel]:
     """A target of so many layers that ends no text, and a drafter, both random, on the pretend device."""
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
-    target = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+    target = AutoModelForCausalLM.from_config(config).eval().to(dtype)
     setattr(target, MARK, True)
     config = Eagle31Config(**SIZES, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
-    drafter = Eagle31DrafterModel(config).eval().bfloat16()
+    drafter = Eagle31DrafterModel(config).eval().to(dtype)
     return moved(target), moved(drafter)
 
 
@@ -111,6 +111,25 @@ def figures() -> dict[str, dict[str, Any]]:
         for way in LAUNCHES_TOLD:
             of_a_layer = (by_round(*larger, way)["launches"] - found[way]["launches"]) / (MORE - FEW)
             found[way]["launches"] += (LAYERS - FEW) * of_a_layer
+    return found
+
+
+def with_inputs_on_the_host() -> dict[str, tuple[list, list]]:
+    """Returns the texts of two prompts of unequal length with and without the drafter, by way to draft: the inputs lie
+    on the host, both models on the device."""
+    processors = {"min_new_tokens": 4, "eos_token_id": 3, "bad_words_ids": [[7], [8, 9]], "repetition_penalty": 1.2}
+    ways = {"chain": CHAIN, "tree": TREE, "text": CHAIN | {"prompt_lookup_num_tokens": 5}}
+    with accelerator():
+        target, drafter = models(FEW, torch.float32)
+        ids = torch.randint(10, SIZES["vocab_size"], (2, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        found = {}
+        for way, knobs in (ways | {f"{way}, processors": knobs | processors for way, knobs in ways.items()}).items():
+            options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": LONGER}
+            options |= {name: value for name, value in knobs.items() if name in processors}
+            ours = target.generate(ids, assistant_model=drafter, **options | knobs)
+            found[way] = ours.tolist(), target.generate(ids, **options).tolist()
     return found
 
 

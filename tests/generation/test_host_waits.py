@@ -4,6 +4,7 @@ pretend accelerator, in a process of its own, whose torch knows that device."""
 import pytest
 import torch
 from programs import called, forked
+from transformers import pytorch_utils
 
 MOST_WAITS = {
     "chain": 2,
@@ -35,3 +36,9 @@ def test_auto_waits_once_more_for_every_level_it_decides_on(figures):
 @pytest.mark.parametrize("way", MOST_LAUNCHES)
 def test_launches_of_a_round(figures, way):
     assert figures[way]["launches"] <= MOST_LAUNCHES[way]
+
+
+@pytest.mark.skipif(not hasattr(pytorch_utils, "move_to_device"), reason="transformers moves no inputs")
+def test_inputs_may_lie_on_the_host_while_the_models_lie_elsewhere():
+    for way, (ours, alone) in forked(called, "host_waits", "with_inputs_on_the_host").items():
+        assert ours == alone, way

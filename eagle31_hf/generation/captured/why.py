@@ -91,7 +91,8 @@ def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
         yield "the drafter drafts all levels at once (P-EAGLE)"
     places = {weight.device for model in (target, drafter) for weight in model.parameters()}
     if places != {request.input_ids.device}:
-        yield f"the models' weights are on {', '.join(sorted(map(str, places)))}"
+        on = ", ".join(sorted(map(str, places)))
+        yield f"the models' weights are on {on}, the inputs on {request.input_ids.device}"
     reason = why_no_spans(target) or why_no_room(request, runner)
     if reason is not None:
         yield reason
