@@ -21,15 +21,19 @@ from .version import __version__
 
 
 @contextmanager
-def forward_times(module: PreTrainedModel) -> Iterator[list[float]]:
-    """Notes when each of a module's forwards begins and ends, in turn, waiting for the device before and after it."""
-    times = list[float]()
+def forward_times(module: PreTrainedModel) -> Iterator[list[tuple[float, float]]]:
+    """Notes when each of a module's forwards begins and ends, waiting for the device before and after it."""
+    begins, times = list[float](), list[tuple[float, float]]()
 
-    def note(*args: Any) -> None:
+    def begin(*args: Any) -> None:
         synchronize(module.device)
-        times.append(time.perf_counter())
+        begins.append(time.perf_counter())
 
-    with module.register_forward_pre_hook(note), module.register_forward_hook(note):
+    def end(*args: Any) -> None:
+        synchronize(module.device)
+        times.append((begins.pop(), time.perf_counter()))
+
+    with module.register_forward_pre_hook(begin), module.register_forward_hook(end):
         yield times
 
 
@@ -70,27 +74,35 @@ TREE_SHAPE = Shape(7, top_k=4, total_tokens=24)  # the tree where nothing else i
 def profile(
     target: PreTrainedModel, drafter: Eagle31DrafterModel, shape: Shape, prompt: Tensor, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Decodes a prompt (1, L) greedily. Returns its `profile`, the seconds by part, and `overhead`, the share of them
-    outside the two models' forwards. Clocks on these make a GPU wait, so that no speed is measured by it."""
+    """Decodes a prompt (1, L) greedily, on a GPU in eager rounds. Returns its `profile`, the seconds by part, and
+    `overhead`, the share of them outside the two models' forwards. Clocks on these make a GPU wait, so that no speed is
+    measured by it."""
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens, "do_sample": False}
     generate: Any = target.generate
     with forward_times(target) as verifying, forward_times(drafter) as drafting, track_acceptance() as stats:
         synchronize(target.device)
         began = time.perf_counter()
-        generate(prompt, assistant_model=drafter, **options, **shape.measured_knobs)
+        generate(prompt, assistant_model=drafter, disable_compile=True, **options, **shape.measured_knobs)
         synchronize(target.device)
         seconds = time.perf_counter() - began
-    of_target, of_drafter = (sum(times[1::2]) - sum(times[::2]) for times in (verifying, drafting))
+    # the drafter reads a prompt within the target's forward
+    nested = [times for times in drafting if any(begin < times[0] < end for begin, end in verifying)]
+    of_nested, of_drafter = _sum(nested), _sum(drafting)
+    of_target = _sum(verifying) - of_nested
     phases = stats.seconds
     parts = {
         "target forwards": of_target,
         "drafter forwards": of_drafter,
-        "drafting, the rest": phases["draft"] - of_drafter,
-        "verification, the rest": phases["prefill"] + phases["verify"] - of_target,
+        "drafting, the rest": phases["draft"] - (of_drafter - of_nested),
+        "verification, the rest": phases["prefill"] + phases["verify"] - of_target - of_nested,
         "acceptance and caches": phases["accept"],
         "generate() before and after": seconds - sum(phases.values()),
     }
     return {"profile": parts, "overhead": 1 - (of_target + of_drafter) / seconds}
+
+
+def _sum(times: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in times)
 
 
 def environment(target: PreTrainedModel, **sizes: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eagle31_hf import AcceptanceStats, demo, track_acceptance
+from eagle31_hf.bench import Shape, profile
 from eagle31_hf.demo.corpus import HELD_OUT, stdlib
 
 LARGEST_PAIR = 12 * 2**20  # bytes
@@ -49,6 +50,17 @@ def test_greedy_text_is_the_targets_own(pair):
     for found in stats.values():
         share = found.accepted_per_position[0] / found.drafted_per_position[0]
         assert 0.3 < share < 1, "a trained drafter is often right, and sometimes wrong"
+
+
+def test_no_part_of_a_profile_takes_less_than_no_time(pair):
+    """The drafter reads the prompt within the target's forward: its seconds are no part of the drafting, of which there
+    is none here."""
+    target, tokenizer, drafters = pair
+    [prompt] = demo.prompts(tokenizer, 1)
+    target.generate(prompt, assistant_model=drafters["eagle31"], max_new_tokens=2)  # the first call tries the target, too
+    found = profile(target, drafters["eagle31"], Shape(3), prompt, 2)
+    assert min(found["profile"].values()) > 0
+    assert 0 < found["overhead"] < 1
 
 
 def test_drafters_differ_only_in_the_flags_of_eagle31(pair):
