@@ -44,13 +44,6 @@ class AuxStates:
         order = torch.cat(is_own, dim=1).sort(dim=1, descending=True, stable=True).indices[:, : max(counts.host)]
         return cls(gathered(states, order), tokens.gather(1, order), counts)
 
-    def split(self, count: int) -> tuple["AuxStates", "AuxStates"]:
-        """The first `count` tokens of every sequence, and the rest."""
-        first = [min(n, count) for n in self.counts.host]
-        rest = [max(n - count, 0) for n in self.counts.host]
-        head = AuxStates(self.states[:, :count], self.tokens[:, :count], first)
-        return head, AuxStates(self.states[:, count:], self.tokens[:, count:], rest)
-
     def at_most(self, counts: list[int]) -> "AuxStates":
         """The first `counts[b]` tokens of every sequence b, or as many as there are."""
         counts = [min(pair) for pair in zip(counts, self.counts.host, strict=True)]

@@ -19,7 +19,6 @@ from ..targets.few_rows import in_drafted_call
 from .aux_states import AuxStates, gathered
 from .tree import VisibleNodes
 
-READ_AT_ONCE = 1024  # tokens a drafter's forward takes
 LEVELS_AT_ONCE = 16
 FEW = 64  # new tokens for which a mask is made here, in a few operations; the model's own takes many
 MASKED = ("eager", "sdpa")  # attention implementations that take an additive mask
@@ -47,11 +46,6 @@ class DrafterRunner:
     def read(self, unread: AuxStates, depth: int = 1) -> tuple[Tensor, Tensor]:
         """Reads states that are new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each
         sequence's last token. `depth`: levels to be drafted next, which only some drafters need to know."""
-        if len(unread) > READ_AT_ONCE:
-            head, rest = unread.split(READ_AT_ONCE)
-            before, after = self.read(head), self.read(rest)
-            goes_on = rest.counts.on(self.like.device)[..., None] > 0
-            return torch.where(goes_on, after[0], before[0]), torch.where(goes_on, after[1], before[1])
         num_new = len(unread)
         last = None if unread.is_full else (unread.counts.on(self.like.device) - 1).clamp_(min=0)
         out = self._forward(

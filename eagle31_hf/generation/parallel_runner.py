@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ..modeling import Eagle31DrafterModel
 from .aux_states import AuxStates, gathered
-from .drafter_runner import READ_AT_ONCE, DrafterRunner
+from .drafter_runner import DrafterRunner
 from .tree import VisibleNodes
 
 MOST_LEVELS = 8  # that auto drafts: such drafters are trained for about as many
@@ -37,10 +37,6 @@ class ParallelRunner(DrafterRunner):
         Returns what `DrafterRunner.read` does."""
         if depth == 1:
             return super().read(unread)
-        if len(unread) > READ_AT_ONCE:  # each sequence's last token and its masks go together, what is before it first
-            but_last = [max(count - 1, 0) for count in unread.counts.host]
-            super().read(unread.at_most(but_last))
-            unread = unread.without_first(but_last)
         device, length = self.like.device, len(unread) + depth - 1
         counts = unread.counts.on(device)
         is_mask = torch.arange(length, device=device) >= counts  # also what pads shorter sequences: these have more

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..cache.commit import Commit
 from ..targets.layers import CapturedStates
 from .aux_states import AuxStates, gathered
-from .drafter_runner import READ_AT_ONCE
+
+READ_AT_ONCE = 1024  # tokens that a drafter's forward takes
 
 
 class UnreadStates:

@@ -85,17 +85,6 @@ def test_in_a_batch_each_sequence_has_its_own_masks(target, parallel, prompt):
     assert len(lengths) > 1
 
 
-def test_more_states_than_are_read_at_once(target, parallel, prompt, monkeypatch):
-    monkeypatch.setattr("eagle31_hf.generation.parallel_runner.READ_AT_ONCE", 2)
-    drafter = parallel()
-    with noting(lambda sequences, drafts, logits: (sequences.prefix(0).clone(), drafts.ids.clone())) as rounds:
-        _, stats = speculate(target, drafter, prompt, **CHAIN)
-    assert max(stats.accepted_per_round) > 1, "never were three states unread"
-    for text, ids in rounds:
-        if ids.shape[1]:
-            assert ids[0].tolist() == drafted_after(target, drafter, text, DEPTH)[: ids.shape[1]].tolist()
-
-
 WAYS = {
     **CHAIN_OR_TREE,
     "auto": {"num_assistant_tokens": "auto", "prompt_lookup_num_tokens": 0},

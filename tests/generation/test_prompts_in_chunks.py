@@ -9,14 +9,13 @@ from close import TARGET_FORWARD, assert_close
 from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
 from draftings import DRAFTINGS, steady_clock
 from observers import num_hooks, speculate
-from proposers import states_for
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.generation import drafter_runner, unread_states
+from eagle31_hf.generation import unread_states
 from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.drafter_runner import DrafterRunner
 from eagle31_hf.targets.layers import CapturedStates
@@ -201,8 +200,7 @@ def test_a_long_prompt_is_read_in_pieces(target, drafter, runners, fused, handed
     assert max(fused) == max(handed) == 12
     fused.clear()
     handed.clear()
-    for module in (unread_states, drafter_runner):
-        monkeypatch.setattr(module, "READ_AT_ONCE", 5)
+    monkeypatch.setattr(unread_states, "READ_AT_ONCE", 5)
     pieces = speculate(target, drafter, prompt, **common, **knobs("chain"))[1]
     assert max(fused) == max(handed) == 5
     assert pieces.accepted_per_round == whole.accepted_per_round
@@ -217,23 +215,6 @@ def test_drafting_goes_on_after_long_bursts_were_read_ahead(target, drafter, fus
         output, stats = speculate(target, drafter, prompt, **knobs(way))
     assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
     assert max(stats.accepted_per_round) > 2
-
-
-@pytest.mark.parametrize("counts", [[12], [12, 7], [3, 12]], ids=str)
-@pytest.mark.parametrize("at_once", [1, 4, 11])
-def test_pieces_end_in_the_same_state_and_logits(target, drafter, monkeypatch, counts, at_once):
-    """Of every sequence's own last token, be it in the last piece or long before."""
-    text, num_sequences = greedy_text(target)[:, :13], len(counts)
-    states = states_for(target, drafter, text)[:, :-1].expand(num_sequences, -1, -1)
-    unread = AuxStates(states, text[:, 1:].expand(num_sequences, -1), counts)
-    results = []
-    for size in (100, at_once):
-        monkeypatch.setattr(drafter_runner, "READ_AT_ONCE", size)
-        runner = DrafterRunner(drafter, [0] * num_sequences)
-        results.append((*runner.read(unread), runner.lengths.host))
-    assert results[1][2] == results[0][2] == counts
-    for name, got, expected in zip(("states", "logits"), results[1], results[0], strict=False):
-        assert_close(name, got, expected, TARGET_FORWARD)
 
 
 class LivingBytes(TorchDispatchMode):
