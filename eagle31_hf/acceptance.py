@@ -41,7 +41,6 @@ class Round:
 
 
 _watchers: ContextVar[tuple[Callable[[Round], None], ...]] = ContextVar("eagle31_watchers", default=())
-_checks: ContextVar[tuple[Callable[[], None], ...]] = ContextVar("eagle31_checks", default=())
 _trackers: ContextVar[tuple["AcceptanceStats", ...]] = ContextVar("eagle31_trackers", default=())
 
 
@@ -245,13 +244,6 @@ def watch_rounds(watcher: Callable[[Round], None]) -> AbstractContextManager[Any
     return _added(_watchers, watcher)
 
 
-def watch_forwards(check: Callable[[], None]) -> AbstractContextManager[Any]:
-    """Calls `check` before every forward of the target in every generate() call inside it, by this thread, and so
-    between the pieces of a long prompt (`prefill_chunk_size`), which no round ends yet. What it raises ends the call.
-    Of captured rounds the forwards are replayed, and only `watch_rounds` tells."""
-    return _added(_checks, check)
-
-
 @contextmanager
 def _added(observers: ContextVar[tuple[Any, ...]], observer: Any) -> Iterator[Any]:
     """Adds an observer to those of this context, within the block."""
@@ -260,9 +252,3 @@ def _added(observers: ContextVar[tuple[Any, ...]], observer: Any) -> Iterator[An
         yield observer
     finally:
         observers.reset(token)
-
-
-def check_forward() -> None:
-    """Tells those who watch forwards that one begins."""
-    for check in _checks.get():
-        check()

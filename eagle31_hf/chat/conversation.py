@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_forwards, watch_rounds
+from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
@@ -187,14 +187,10 @@ class Conversation:
         return building.finish()
 
     def _draft(self, ids: Tensor, options: dict[str, Any], building: "_AnswerBuilder") -> None:
-        piece = options.pop("prefill_chunk_size", None)
         target: Any = self.target
-        with self.prefix_cache.text(ids, piece) as text:
+        with self.prefix_cache.text(ids, options.get("prefill_chunk_size")) as text:
             building.answer.figures.reused = text.num_reused
-            pieces: AbstractContextManager = nullcontext()
-            if piece is not None and ids.shape[1] - text.num_reused > piece:
-                options["prefill_chunk_size"] = piece
-                pieces = watch_forwards(building.check)
+            pieces = self._checking_pieces(options, ids.shape[1] - text.num_reused, building)
             options |= {"assistant_model": self.drafter, **self.knobs, **text.argument}
             try:
                 with watch_rounds(building.add_round), pieces, track_acceptance(building.stats):
@@ -203,14 +199,20 @@ class Conversation:
                 text.ids += building.answer.ids
 
     def _decode_alone(self, ids: Tensor, options: dict[str, Any], building: "_AnswerBuilder") -> None:
-        piece = options.pop("prefill_chunk_size", None)
         target: Any = self.target
-        pieces: AbstractContextManager = nullcontext()
-        if piece is not None and ids.shape[1] > piece:
-            options["prefill_chunk_size"] = piece
-            pieces = checking_forwards(target, building.check)
-        with pieces:
+        with self._checking_pieces(options, ids.shape[1], building):
             target.generate(ids, **options, streamer=_TokenStreamer(building))
+
+    def _checking_pieces(
+        self, options: dict[str, Any], num_new: int, building: "_AnswerBuilder"
+    ) -> AbstractContextManager:
+        """Leaves the size of pieces in `options` where a prompt of `num_new` unread tokens has several; returns a
+        context in which the answer may be stopped between two of them."""
+        piece = options.pop("prefill_chunk_size", None)
+        if piece is None or num_new <= piece:
+            return nullcontext()
+        options["prefill_chunk_size"] = piece
+        return checking_forwards(self.target, building.check)
 
     def describe_speedup(self, alone: Answer) -> str:
         """Says what the drafter gained in the last answer, beside the one by the target alone."""

@@ -20,7 +20,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from ..acceptance import watch_forwards, watch_rounds
+from ..acceptance import watch_rounds
 from ..cache.prefix_cache import MOST_TOKENS, PrefixCache
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
@@ -133,13 +133,13 @@ class DraftingServer(Serve):
             return found
 
         def answer(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with watch_rounds(stop.note_round), watch_forwards(stop.check):
-                    is_text = kwargs.keys() <= TEXT_ARGUMENTS  # of images, say, the ids tell nothing
-                    return drafted_from_cache(**kwargs) if is_text else drafted(*args, **kwargs)
-            except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
-                self.metrics.count("requests_not_drafted")
-                with checking_forwards(target, stop.check):
+            with checking_forwards(target, stop.check):
+                try:
+                    with watch_rounds(stop.note_round):
+                        is_text = kwargs.keys() <= TEXT_ARGUMENTS  # of images, say, the ids tell nothing
+                        return drafted_from_cache(**kwargs) if is_text else drafted(*args, **kwargs)
+                except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
+                    self.metrics.count("requests_not_drafted")
                     return alone(*args, **kwargs, stopping_criteria=StoppingCriteriaList([stop]))
 
         def generate(*args: Any, **kwargs: Any) -> Any:

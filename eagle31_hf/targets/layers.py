@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from ..acceptance import check_forward
 from ..errors import DraftingRefusedError
 
 
@@ -180,7 +179,6 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates, reads_shared: b
         if kwargs is None:
             return None
         is_ours = captured.begin((*args, *kwargs.values()))
-        check_forward()
         return (
             (args, kwargs | {"logits_to_keep": 0}) if is_ours and reads_shared and "logits_to_keep" in kwargs else None
         )

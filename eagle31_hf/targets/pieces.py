@@ -46,7 +46,8 @@ def _seconds_a_token(target: PreTrainedModel) -> float:
 
 @contextmanager
 def checking_forwards(target: PreTrainedModel, check: Callable[[], None]) -> Iterator[None]:
-    """A context in which `check` is called before every forward of the target, also of a generate() without drafter;
-    what it raises ends the call. It is for calls of one thread at a time."""
+    """A context in which `check` is called before every forward of the target, with a drafter or without, and so
+    between the pieces of a long prompt (`prefill_chunk_size`); what it raises ends the call. Forwards of captured
+    rounds are replayed, and not told. It is for calls of one thread at a time."""
     with target.register_forward_pre_hook(lambda *_: check()):
         yield
