@@ -61,7 +61,7 @@ class Proposer:
         if plan.controller is None:
             expansion.extend(ids, log_probs)
             return plan.max_width
-        expansion.extend(ids, log_probs, plan.controller.scores(log_probs, depth))
+        expansion.extend(ids, log_probs, plan.controller.calibration(log_probs, depth))
         return plan.controller.width(expansion.scores[-1], depth)
 
     def _draw(self, level: "Level") -> int:

@@ -620,7 +620,7 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
     scores = torch.tensor([[0.9, 0.5, 0.2, 0.1]]).log()
 
     def choices(controller) -> list:
-        chosen = [controller.scores(scores[:, None], 1), controller.width(scores, 0)]
+        chosen = [controller.calibration(scores[:, None], 1), controller.width(scores, 0)]
         selection = controller.select(UNLIMITED)
         return [*chosen, selection.count, selection.depth]
 

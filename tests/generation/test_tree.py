@@ -380,7 +380,7 @@ def test_drafts_only_what_the_target_has(target, make_drafter, name, depth, top_
 class WidthOne:
     """A controller that goes on with the best node of every level, and has all candidates verified."""
 
-    def scores(self, log_probs: Tensor, level: int) -> Tensor:
+    def calibration(self, log_probs: Tensor, level: int) -> Tensor:
         return log_probs
 
     def width(self, scores: Tensor, level: int) -> int:

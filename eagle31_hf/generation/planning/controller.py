@@ -48,12 +48,9 @@ class LevelController:
     def max_width(self) -> int:
         return WIDTHS[-1] if self.top_k > 1 else 1
 
-    def scores(self, log_probs: Tensor, level: int) -> Tensor:
-        """Log-chances (B, F, k) that children are accepted, their parents being so."""
-        return self.calibration(log_probs, level)
-
     def width(self, scores: Tensor, level: int) -> int:
-        """Returns how many of a level's candidates, with log-chances (B, C), the next level starts from."""
+        """Log-chances (B, C) that a level's candidates are reached and accepted, the first level being 0 -> how many of
+        the best the next level starts from; 0 ends the expansion."""
         by_sequence = scores.tolist()
         self.totals.append([by_sequence[b] for b in self.going])
         self._marks.append(self._clock.mark())

@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from ...acceptance import CHAINS, PLAIN, TREES
 
@@ -22,36 +20,18 @@ class Selection:
     is_chain: bool = False
 
 
-class Controller(Protocol):
-    """Decides, level by level, how far the expansion of a round goes."""
-
-    def scores(self, log_probs: Tensor, level: int) -> Tensor:
-        """Log-probabilities (B, F, k) of the children of a level's F nodes, the first level being 0 -> the logs of the
-        chances that these children are accepted, their parents being so."""
-        ...
-
-    def width(self, scores: Tensor, level: int) -> int:
-        """Log-chances (B, C) that a level's candidates are reached and accepted -> how many of the best the next level
-        starts from; 0 ends the expansion."""
-        ...
-
-    def select(self, limit: int) -> Selection:
-        """The candidates worth verifying, at most `limit`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """One round of drafting. `depth`: levels at most, 0 for plain decoding; `top_k`: children of a node, 1 for a chain;
-    `max_width`: nodes a level may start from; `max_nodes`: of the tree, the root included; `controller`: decides level
-    by level, where the depth is not fixed; `drafts`: the chain of each sequence, `depth` long, where it is
-    known without the drafter."""
+    `max_width`: nodes a level may start from; `max_nodes`: of the tree, the root included; `controller`: a
+    `LevelController`, which decides level by level, where the depth is not fixed; `drafts`: the chain of each sequence,
+    `depth` long, where it is known without the drafter."""
 
     depth: int
     top_k: int = 1
     max_width: int = 1
     max_nodes: int = UNLIMITED
-    controller: Controller | None = None
+    controller: Any = None
     drafts: list[list[int]] | None = None
 
     @property
