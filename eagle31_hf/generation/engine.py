@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from .executor import Executor
 from .planning.plan import Planner
 
 
-def decode(executor: Executor, planner: Planner) -> Any:
+def decode(executor: Any, planner: Planner) -> Any:
     """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended.
-    Returns what `generate` returns."""
+    `executor`: an `EagerExecutor`, or what stands in its place. Returns what `generate` returns."""
     recorder = executor.recorder
     first = executor.prefill()
     recorder.prefill([len(tokens) for tokens in first.tokens])

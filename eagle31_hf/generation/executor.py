@@ -1,11 +1,11 @@
-"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by the members of
-`Executor` only, so that another executor can stand in its place.
+"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by a few members only, so
+that another executor can stand in its place.
 
 B sequences, L tokens, N nodes, V target vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,33 +46,6 @@ class Outcome:
     accepted: Accepted
 
 
-class Executor(Protocol):
-    """Runs rounds, one at a time."""
-
-    sequences: Sequences
-    recorder: Recorder
-
-    def prefill(self) -> Accepted:
-        """Runs the prompt; commits the first token of every sequence."""
-        ...
-
-    def room(self) -> Room:
-        """Returns how far the next round may draft."""
-        ...
-
-    def round(self, plan: Plan) -> "Outcome":
-        """Drafts as planned, verifies, and commits what is accepted."""
-        ...
-
-    def result(self) -> Any:
-        """Returns what `generate` returns."""
-        ...
-
-    def settle(self) -> None:
-        """Has the caches of both models hold what is committed and nothing else, also after an error."""
-        ...
-
-
 @dataclass(eq=False)
 class EagerExecutor:
     """Runs rounds operation by operation; serves every target and every request."""
@@ -92,6 +65,7 @@ class EagerExecutor:
         self.recorder = Recorder(self.clock)
 
     def prefill(self) -> Accepted:
+        """Runs the prompt; commits the first token of every sequence."""
         self.recorder.begin()
         with self.unread.reading_prompt(self.sequences.padded()):
             outputs = self.runner.prefill(self.sequences.padded())
@@ -101,6 +75,7 @@ class EagerExecutor:
         return self._accept(outputs, logits, drafts, is_prefill=True)
 
     def room(self) -> Room:
+        """Returns how far the next round may draft."""
         sequences, capacity = self.sequences, cache.capacity(self.runner.past_key_values)
         depth, nodes = self.stopping.max_length - sequences.longest - 1, UNLIMITED
         if capacity is not None:  # a static cache's last slots
@@ -109,6 +84,7 @@ class EagerExecutor:
         return Room(0 if self.was_short else depth, nodes, len(self.unread))
 
     def round(self, plan: Plan) -> Outcome:
+        """Drafts as planned, verifies, and commits what is accepted."""
         recorder = self.recorder
         recorder.begin()
         drafts = self._propose(plan)
@@ -122,11 +98,13 @@ class EagerExecutor:
         return Outcome(LOCK_STEP if self.sampler.is_lock_step else kind, drafts.num_nodes, accepted)
 
     def result(self) -> Any:
+        """Returns what `generate` returns."""
         if self.stopping.streamer is not None:
             self.stopping.streamer.end()
         return self.collector.result(self.sequences.padded().clone())
 
     def settle(self) -> None:
+        """Has the caches of both models hold what is committed and nothing else, also after an error."""
         self.proposer.runner.settle()
 
     def _logits(self, outputs: CausalLMOutputWithPast, num_nodes: int) -> Tensor:

@@ -30,7 +30,7 @@ from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED
 from .engine import decode
-from .executor import EagerExecutor, Executor
+from .executor import EagerExecutor
 from .noise import Noise
 from .outputs import OutputCollector
 from .parallel_runner import MOST_LEVELS, runner_of
@@ -173,7 +173,7 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
 
 
 @contextmanager
-def settling(executor: Executor, eager: EagerExecutor) -> Iterator[None]:
+def settling(executor: Any, eager: EagerExecutor) -> Iterator[None]:
     """A context after which, also after an error, caches hold what is committed, and one that outlives the call what
     the drafter has read."""
     try:
@@ -218,7 +218,7 @@ def can_attend_by_position(request: Request, runner: TargetRunner) -> bool:
 
 
 @contextmanager
-def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_eager: str | None) -> Iterator[Executor]:
+def executor_of(request: Request, eager: EagerExecutor, seam: Seam | None, why_eager: str | None) -> Iterator[Any]:
     """A context with what runs the rounds: captured ones, through a seam, or the eager executor, and why."""
     if seam is None:
         yield eager
