@@ -16,8 +16,8 @@ from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from ..targets.few_rows import in_drafted_call
-from .aux_states import AuxStates, gathered
 from .tree import VisibleNodes
+from .unread_states import AuxStates, gathered
 
 LEVELS_AT_ONCE = 16
 FEW = 64  # new tokens for which a mask is made here, in a few operations; the model's own takes many

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..modeling import Eagle31DrafterModel
-from .aux_states import AuxStates, gathered
 from .drafter_runner import DrafterRunner
 from .tree import VisibleNodes
+from .unread_states import AuxStates, gathered
 
 MOST_LEVELS = 8  # that auto drafts: such drafters are trained for about as many
 

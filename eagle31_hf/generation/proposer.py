@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .aux_states import AuxStates
 from .draft_sampler import DraftSampler
 from .drafter_runner import DrafterRunner
 from .planning.plan import Plan, Selection
 from .tree import DraftTokens, Expansion, VisibleNodes, pick
+from .unread_states import AuxStates
 
 
 class Proposer:

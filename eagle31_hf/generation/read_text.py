@@ -17,9 +17,8 @@ from transformers import Cache
 
 from ..cache import adopt as cache_of
 from ..modeling import Eagle31DrafterModel
-from .aux_states import AuxStates
 from .drafter_runner import DrafterRunner
-from .unread_states import UnreadStates
+from .unread_states import AuxStates, UnreadStates
 
 ATTRIBUTE = "_eagle31_read_text"  # of a target's cache: a copy of the cache has it, too
 TOLERANCE = 1e-5  # of marks, beside the sum of what is added up: sums of the same numbers may differ by rounding

@@ -38,10 +38,9 @@ from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.calibration import MAX_DEPTH
 from .planning.controller import TOP_K
-from .planning.fixed import FixedPlanner
 from .planning.knowledge import kept_knowledge, knowledge_of
-from .planning.lookup_planner import LookupPlanner
-from .planning.plan import Planner
+from .planning.plan import FixedPlanner, Planner
+from .planning.prompt_lookup import LookupPlanner
 from .planning.settings import resolve_settings
 from .proposer import Proposer
 from .read_text import ReadText, keep_read_text, read_text_of

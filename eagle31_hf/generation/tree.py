@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.masks import ancestors_of
 from ..cache.transfer import to_host
-from .aux_states import gathered
+from .unread_states import gathered
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.draft_sampler import DraftSampler
 from eagle31_hf.generation.drafter_runner import DrafterRunner
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.tree import DraftTokens
+from eagle31_hf.generation.unread_states import AuxStates
 from eagle31_hf.targets.layers import decoder_layers, target_states
 
 

@@ -8,11 +8,11 @@ from proposers import build_proposer, propose, states_for, unread
 from transformers import NoBadWordsLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation import SuppressTokensLogitsProcessor
 
-from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.drafter_runner import DrafterRunner
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.proposer import Proposer
+from eagle31_hf.generation.unread_states import AuxStates
 
 NAMES = ["eagle31", "eagle3", "pruned", "two_layers", "window_4", "own_embedding", "padded_vocabulary"]
 

@@ -14,11 +14,17 @@ from eagle31_hf.checkpoints.knobs import KNOBS
 from eagle31_hf.clock import Clock
 from eagle31_hf.generation import request
 from eagle31_hf.generation.planning.auto import AutoPlanner
-from eagle31_hf.generation.planning.fixed import FixedPlanner
 from eagle31_hf.generation.planning.knowledge import Knowledge
-from eagle31_hf.generation.planning.lookup_planner import LookupPlanner
-from eagle31_hf.generation.planning.plan import UNLIMITED
-from eagle31_hf.generation.planning.prompt_lookup import MAX_MATCH, MAX_PLACES, MIN_MATCH, PRIOR, Chances, PromptLookup
+from eagle31_hf.generation.planning.plan import UNLIMITED, FixedPlanner
+from eagle31_hf.generation.planning.prompt_lookup import (
+    MAX_MATCH,
+    MAX_PLACES,
+    MIN_MATCH,
+    PRIOR,
+    Chances,
+    LookupPlanner,
+    PromptLookup,
+)
 from eagle31_hf.generation.rejection_sampler import Accepted
 from eagle31_hf.generation.tree import HostDrafts
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation import unread_states
-from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.drafter_runner import DrafterRunner
+from eagle31_hf.generation.unread_states import AuxStates
 from eagle31_hf.targets.layers import CapturedStates
 
 LONG = 400

@@ -20,11 +20,11 @@ from transformers import TemperatureLogitsWarper
 
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.generation import draft_sampler, proposer
-from eagle31_hf.generation.aux_states import AuxStates
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import UNLIMITED, Plan, Selection
 from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.tree import DraftTokens, Expansion
+from eagle31_hf.generation.unread_states import AuxStates
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "original-eagle3"
 NAMES = [

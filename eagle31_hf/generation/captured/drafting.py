@@ -19,10 +19,10 @@ from ...kernels.tree_attention import MOST_NEW
 from ...targets.layers import CapturedStates
 from ...targets.masks import spans_of
 from ...targets.recurrent import Mixers
-from ..aux_states import gathered
 from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
 from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
+from ..unread_states import gathered
 from .carry import Carry
 from .fused_drafter import DrafterInput, can_fuse, run_alone, run_fused
 

@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...targets.probe import FAILURES
-from ..aux_states import AuxStates
 from ..executor import EagerExecutor, Outcome, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
 from ..stopping import Ends
+from ..unread_states import AuxStates
 from .drafting import fitted
 from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_cache_again
 from .round import Part, Round, StateKeeper, unpacked

@@ -18,7 +18,7 @@ from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel, normed_target_
 from ...quantized import QuantizedLinear
 from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, products, through_layer, through_mlp
 from ...targets.ends import ACTIVATION_DTYPES
-from ..aux_states import gathered
+from ..unread_states import gathered
 
 LAYERS = Eagle31DecoderLayer, GQAttention, LlamaMLP
 KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, Norm)  # of modules in a layer

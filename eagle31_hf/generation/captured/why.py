@@ -18,8 +18,7 @@ from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
 from .. import processors
 from ..planning.buckets import plans_of
-from ..planning.fixed import FixedPlanner
-from ..planning.plan import UNLIMITED, Plan
+from ..planning.plan import UNLIMITED, FixedPlanner, Plan
 from .carry import most_tokens
 from .drafting import MOST_CANDIDATES, can_fit
 from .kept import why_no_room
