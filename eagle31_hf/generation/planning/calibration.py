@@ -48,9 +48,7 @@ class Calibration:
 
     def copy(self) -> "Calibration":
         """A copy that what is learnt later does not change."""
-        copied = Calibration()
-        vars(copied).update(self.as_dict())
-        return copied
+        return Calibration.of(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was learnt as plain values, for JSON."""
@@ -58,16 +56,7 @@ class Calibration:
 
     @classmethod
     def of(cls, kept: dict[str, Any]) -> "Calibration":
-        """Makes a calibration of what `as_dict` returned. Raises ValueError where it is none."""
+        """Makes a calibration of what `as_dict` returned."""
         made = cls()
-        for name, usual in list(vars(made).items()):
-            value = kept[name]
-            if isinstance(usual, list) and len(value) != len(usual):
-                raise ValueError(f"{name} has {len(value)} entries; expected {len(usual)}.")
-            numbers = [type(usual[0])(one) for one in value] if isinstance(usual, list) else [float(value)]
-            if not all(map(math.isfinite, numbers)):
-                raise ValueError(f"{name} is {value!r}; expected finite numbers.")
-            if name == "seen" and min(numbers) < 0:
-                raise ValueError(f"{name} is {value!r}; expected counts.")
-            setattr(made, name, numbers if isinstance(usual, list) else numbers[0])
+        vars(made).update({name: kept[name] for name in vars(made)})
         return made

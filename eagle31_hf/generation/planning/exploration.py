@@ -70,8 +70,6 @@ class Exploration:
         """Goes on from what `as_dict` returned: arms that have been tried are explored again after a pause."""
         made = cls()
         for kind, arm in made.arms.items():
-            if any(int(trial) < 1 for trial in kept[kind]["trials"]):
-                raise ValueError(f"trials are {kept[kind]['trials']!r}; expected numbers of drafts.")
             arm.trials, arm.rate = tuple(map(int, kept[kind]["trials"])), Rate.of(kept[kind]["rate"])
             arm.rate.fade()
             if arm.rate.rounds:

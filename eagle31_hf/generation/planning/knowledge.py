@@ -96,12 +96,12 @@ class Knowledge:
         return {"costs": costs, "calibration": self.calibration.as_dict(), "arms": self.exploration.as_dict()}
 
     def take_up(self, kept: Any) -> None:
-        """Goes on from what `as_dict` returned, in this process or another; leaves all as it is where the values are
-        of another form."""
+        """Goes on from what `as_dict` returned, in this process or another; leaves all as it is where something else is
+        kept, or nothing."""
         try:
             costs = {name: CostModel.of(kept["costs"][name]) for name in self._costs()}
             calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             return
         self._set_costs(costs, exploration)
         self.calibration, self.kept_seconds = calibration, self.verify.known
