@@ -14,6 +14,7 @@ from typing import Any
 from .clock import Clock
 
 # kinds of rounds
+PREFILL = "prefill"  # the prompts' forward
 PLAIN = "plain"
 CHAINS = "chains"
 TREES = "trees"
@@ -69,8 +70,11 @@ class SequenceStats:
             for accepted, drafted in zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         ]
 
-    def _add_round(self, drafted: int, accepted: int, tokens: int) -> None:
+    def _add(self, is_prefill: bool, drafted: int, accepted: int, tokens: int) -> None:
         self.generated_tokens += tokens
+        if is_prefill:
+            self.prefills += 1
+            return
         self.accepted_per_round.append(accepted)
         missing = drafted - len(self.drafted_per_position)
         self.drafted_per_position += [0] * missing
@@ -138,32 +142,20 @@ class AcceptanceStats(SequenceStats):
         self.sequences += [SequenceStats() for _ in range(b + 1 - len(self.sequences))]
         return self.sequences[b]
 
-    def add_prefill(self, tokens: list[int]) -> None:
-        """The prompt's forward gave `tokens[b]` tokens to sequence b."""
+    def add(self, kind: str, found: Round, drafted: list[int], seconds: dict[str, float], execution: str = "") -> None:
+        """Adds a round of a kind, whose drafts for sequence b were a chain or tree `drafted[b]` tokens deep. `seconds`:
+        of its phases; `execution`: the way in which it was run."""
         with _counting:
-            for b, count in enumerate(tokens):
-                for counts in (self, self._sequence(b)):
-                    counts.prefills += 1
-                    counts.generated_tokens += count
-
-    def add_round(
-        self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int], execution: str = ""
-    ) -> None:
-        """A forward verified a chain or tree `drafted[b]` tokens deep for sequence b, which accepted `accepted[b]` of
-        them (None: it had ended) and committed `tokens[b]`. `execution`: the way in which the round was run."""
-        with _counting:
-            self.target_forwards += 1
-            self.kinds[kind] += 1
-            if execution:
-                self.executions[execution] += 1
-            for b, (count, new) in enumerate(zip(accepted, tokens, strict=True)):
+            for phase, taken in seconds.items():
+                self.seconds[phase] += taken
+            if kind != PREFILL:
+                self.target_forwards += 1
+                self.kinds[kind] += 1
+                self.executions.update(filter(None, [execution]))
+            for b, (count, tokens) in enumerate(zip(found.num_accepted, found.tokens, strict=True)):
                 if count is not None:
-                    self._add_round(drafted[b], count, new)
-                    self._sequence(b)._add_round(drafted[b], count, new)
-
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        with _counting:
-            self.seconds[phase] += seconds
+                    for counts in (self, self._sequence(b)):
+                        counts._add(kind == PREFILL, drafted[b], count, len(tokens))
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
         """Adds what was chosen in one call, and why."""
@@ -173,8 +165,8 @@ class AcceptanceStats(SequenceStats):
 
 
 class Recorder:
-    """Reports what one generate() call does to every tracker open in its context. Phases are timed by the device's
-    clock, so their seconds are known when the round is over."""
+    """Reports what one generate() call does to every tracker and watcher open in its context. Phases are timed by the
+    device's clock, so their seconds are known when the round is over."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -184,22 +176,18 @@ class Recorder:
         self._began: Any = None
         self.execution = ""  # how rounds are run, where there are several ways; for people
 
-    def prefill(self, tokens: list[int]) -> None:
-        self.settle()
+    def show(self, kind: str, accepted: Any) -> dict[str, float]:
+        """Shows what was accepted in a round that is over. Returns the seconds of each of its phases: the host has read
+        what came of it."""
+        seconds = {phase: self._clock.seconds(*span) for phase, span in self._spans.items()}
+        self._spans = {}
+        drafts = accepted.drafts
+        shown = Round(accepted.tokens, accepted.num_drafts, drafts.ids, drafts.parents)
         for stats in self._stats:
-            stats.add_prefill(tokens)
-
-    def round(self, kind: str, drafted: list[int], accepted: list[int | None], tokens: list[int]) -> None:
-        for stats in self._stats:
-            stats.add_round(kind, drafted, accepted, tokens, self.execution)
-
-    def show(self, accepted: Any) -> None:
-        """Shows what a round accepted to those who watch, where there are any."""
-        if self._watchers:
-            drafts = accepted.drafts
-            shown = Round(accepted.tokens, accepted.num_drafts, drafts.ids, drafts.parents)
-            for watcher in self._watchers:
-                watcher(shown)
+            stats.add(kind, shown, drafts.depths(), seconds, self.execution)
+        for watcher in self._watchers:  # who may look at statistics
+            watcher(shown)
+        return seconds
 
     def choices(self, choices: Counter[str], explanation: str) -> None:
         for stats in self._stats:
@@ -218,15 +206,6 @@ class Recorder:
     def note(self, phase: str, began: Any, ended: Any) -> None:
         """Notes the marks around a phase, which the device has passed."""
         self._spans[phase] = began, ended
-
-    def settle(self) -> dict[str, float]:
-        """Returns the seconds of each phase of the round that is over: the host has read what came of it."""
-        seconds = {phase: self._clock.seconds(*span) for phase, span in self._spans.items()}
-        self._spans = {}
-        for stats in self._stats:
-            for phase, taken in seconds.items():
-                stats.add_seconds(phase, taken)
-        return seconds
 
 
 def track_acceptance(stats: AcceptanceStats | None = None) -> AbstractContextManager[AcceptanceStats]:

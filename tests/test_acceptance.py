@@ -10,7 +10,7 @@ import torch
 from observers import Puts, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
-from eagle31_hf.acceptance import CHAINS, LOCK_STEP, PLAIN, TREES, SequenceStats
+from eagle31_hf.acceptance import CHAINS, LOCK_STEP, PLAIN, PREFILL, TREES, Round, SequenceStats
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 DRAFTED = GREEDY | {"num_assistant_tokens": 5}
@@ -136,12 +136,17 @@ def test_summary_and_seconds(target, drafter, prompt):
     assert all(seconds > 0 for seconds in stats.seconds.values())
 
 
-def test_counts_of_one_round():
+def counted(*rounds: tuple[str, list[int], list[int | None], list[int]]) -> AcceptanceStats:
+    """Statistics of rounds: kind, tokens drafted for each sequence, those accepted, and those committed."""
     stats = AcceptanceStats()
-    stats.add_prefill([1])
-    stats.add_round(CHAINS, drafted=[3], accepted=[1], tokens=[2])
-    stats.add_round(PLAIN, drafted=[0], accepted=[0], tokens=[1])
-    stats.add_round(CHAINS, drafted=[4], accepted=[4], tokens=[5])
+    for kind, drafted, accepted, tokens in rounds:
+        stats.add(kind, Round([[0] * count for count in tokens], accepted, [], None), drafted, {"verify": 0.5})
+    return stats
+
+
+def test_counts_of_one_round():
+    stats = counted((PREFILL, [0], [0], [1]), (CHAINS, [3], [1], [2]), (PLAIN, [0], [0], [1]), (CHAINS, [4], [4], [5]))
+    assert stats.seconds["verify"] == 2.0
     assert stats.drafted_per_position == [2, 2, 2, 1]
     assert stats.accepted_per_position == [2, 1, 1, 1]
     assert stats.accepted_per_round == [1, 0, 4]
@@ -154,10 +159,9 @@ def test_counts_of_one_round():
 
 def test_counts_of_two_sequences():
     """A forward serves both; one that has ended counts for nothing more."""
-    stats = AcceptanceStats()
-    stats.add_prefill([1, 1])
-    stats.add_round(CHAINS, drafted=[2, 2], accepted=[2, 0], tokens=[3, 1])
-    stats.add_round(CHAINS, drafted=[3, 3], accepted=[None, 1], tokens=[0, 2])
+    stats = counted(
+        (PREFILL, [0, 0], [0, 0], [1, 1]), (CHAINS, [2, 2], [2, 0], [3, 1]), (CHAINS, [3, 3], [None, 1], [0, 2])
+    )
     assert stats.sequences == [
         SequenceStats(1, 4, [1, 1], [1, 1], [2]),
         SequenceStats(1, 4, [2, 2, 1], [1, 0, 0], [0, 1]),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..acceptance import PREFILL
 from .planning.plan import Planner
 
 
@@ -10,19 +11,14 @@ def decode(executor: Any, planner: Planner) -> Any:
     `executor`: an `EagerExecutor`, or what stands in its place. Returns what `generate` returns."""
     recorder = executor.recorder
     first = executor.prefill()
-    recorder.prefill([len(tokens) for tokens in first.tokens])
-    recorder.show(first)
+    recorder.show(PREFILL, first)
     planner.begin(first.tokens)
     while not all(executor.sequences.finished):
         room = executor.room()
         plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
         outcome = executor.round(plan)
-        seconds = recorder.settle()
-        accepted = outcome.accepted
-        num_tokens = [len(tokens) for tokens in accepted.tokens]
-        recorder.round(outcome.kind, accepted.drafts.depths(), accepted.num_drafts, num_tokens)
-        recorder.show(accepted)
-        planner.observe(outcome.num_nodes, accepted, seconds)
+        seconds = recorder.show(outcome.kind, outcome.accepted)
+        planner.observe(outcome.num_nodes, outcome.accepted, seconds)
     recorder.choices(planner.choices, planner.explain())
     planner.end()
     return executor.result()
