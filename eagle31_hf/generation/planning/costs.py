@@ -3,7 +3,10 @@
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 LATELY = 9  # times of a size that count
+FAR = 2**20  # tokens: no forward is as large
 FADE = 0.3  # the weight that is left to what may be out of date
 
 
@@ -74,18 +77,9 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
         return [0.0] * len(sizes)
     first, last = points[0], points[-1]
     slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] / 20
-    estimates, i = [], 0
-    for size in sizes:
-        while i < len(points) and points[i][0] < size:
-            i += 1
-        if i == len(points):
-            estimates.append(last[1] + slope * (size - last[0]))
-        elif points[i][0] == size or i == 0:
-            estimates.append(points[i][1])
-        else:
-            (low, below), (high, above) = points[i - 1], points[i]
-            estimates.append(below + (above - below) * (size - low) / (high - low))
-    return estimates
+    end = last[0] + FAR, last[1] + slope * FAR
+    known_sizes, seconds = zip(*points, end, strict=True)
+    return np.interp(sizes, known_sizes, seconds).tolist()
 
 
 class Rate:
