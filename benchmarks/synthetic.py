@@ -84,7 +84,7 @@ class SyntheticSampler(RejectionSampler):
     def accept(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor, ends: Ends) -> Accepted:
         host, (chosen,) = drafts.on_host(likeliest(logits))
         walks = [
-            None if sequences.finished[b] else self._walk_blindly(b, host.children(b), chosen[b], ends)
+            None if sequences.finished[b] else self._walk_blindly(b, host.children[b], chosen[b], ends)
             for b in range(len(sequences))
         ]
         return Accepted.of(walks, ends.finished, host)

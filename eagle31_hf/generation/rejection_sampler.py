@@ -110,7 +110,7 @@ class RejectionSampler:
         """The outcome of each sequence's walk through its drafts. `spoiled`: of every node, whether its logits decide
         nothing."""
         walks = [
-            None if sequences.finished[b] else self._walk(b, drafts.children(b), spoiled[b], choices, ends)
+            None if sequences.finished[b] else self._walk(b, drafts.children[b], spoiled[b], choices, ends)
             for b in range(len(sequences))
         ]
         return Accepted.of(walks, ends.finished, drafts)

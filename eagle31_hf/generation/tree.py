@@ -1,8 +1,8 @@
 """Drafted tokens as tensors: no model. B sequences, K drafted tokens of each, N = K + 1 nodes of its tree; node 0, the
 root, is the token committed last; a parent comes before its children. A chain is a tree of width one."""
 
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -83,19 +83,15 @@ class HostDrafts:
     log_probs: list[list[float]] | None = None
     guess: list[list[int]] | None = None
     guess_log_probs: list[list[float]] | None = None
-    _children: dict[int, list[dict[int, int]]] = field(default_factory=dict, repr=False, compare=False)
 
-    def children(self, b: int) -> list[dict[int, int]]:
-        """Returns for every node of sequence b, the root first, its children: token id -> node."""
-        if b not in self._children:  # asked for by the sampler, and by what learns from the round
-            self._children[b] = self._children_of(b)
-        return self._children[b]
-
-    def _children_of(self, b: int) -> list[dict[int, int]]:
-        found: list[dict[int, int]] = [{} for _ in range(len(self.ids[b]) + 1)]
-        parents = range(len(self.ids[b])) if self.parents is None else self.parents[b]
-        for node, (token, parent) in enumerate(zip(self.ids[b], parents, strict=True), start=1):
-            found[parent][token] = node
+    @cached_property
+    def children(self) -> list[list[dict[int, int]]]:
+        """Returns for every node of each sequence, the root first, its children: token id -> node."""
+        found: list[list[dict[int, int]]] = [[{} for _ in range(len(ids) + 1)] for ids in self.ids]
+        for b, ids in enumerate(self.ids):
+            parents = range(len(ids)) if self.parents is None else self.parents[b]
+            for node, (token, parent) in enumerate(zip(ids, parents, strict=True), start=1):
+                found[b][parent][token] = node
         return found
 
     def depths(self) -> list[int]:

@@ -38,7 +38,7 @@ def drafted(monkeypatch) -> list[DraftTokens]:
 
 
 def branches(drafted: list[DraftTokens]) -> bool:
-    return any(len(children) > 1 for drafts in drafted for children in drafts.on_host()[0].children(0))
+    return any(len(children) > 1 for drafts in drafted for children in drafts.on_host()[0].children[0])
 
 
 # --- targets and drafters ---

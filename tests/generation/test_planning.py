@@ -226,7 +226,7 @@ class World:
 
     def accept(self, drafts: HostDrafts, log_probs: dict[int, float]) -> Accepted:
         """Of a node's children at most one is right, each with the chance its log-probability gives."""
-        children, tokens, path = drafts.children(0), [], [0]
+        children, tokens, path = drafts.children[0], [], [0]
         while (right := self.right_of(children[path[-1]], log_probs)) is not None:
             tokens.append(right)
             path.append(children[path[-1]][right])

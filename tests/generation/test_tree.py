@@ -110,7 +110,7 @@ def test_trees_are_what_their_parents_say(count, shape):
     assert_well_formed(tree)
     assert tree.num_nodes == count
     assert deepest(tree) == max(len(path_of(tree, node)) for node in range(count))
-    for node, children in enumerate(tree.on_host()[0].children(0)):
+    for node, children in enumerate(tree.on_host()[0].children[0]):
         assert children == {100 + child: child for child, parent in enumerate(parents[0].tolist(), 1) if parent == node}
     assert_each_equals(tree.to(torch.device("cpu")), [tree])
 
@@ -133,7 +133,7 @@ def test_sequences_have_trees_of_their_own():
     assert_well_formed(tree)
     assert_each_equals(tree, alone)
     host = tree.on_host()[0]
-    assert [host.children(b) for b in range(4)] == [one.on_host()[0].children(0) for one in alone]
+    assert [host.children[b] for b in range(4)] == [one.on_host()[0].children[0] for one in alone]
     assert deepest(tree) == 9
 
 
@@ -416,7 +416,7 @@ def test_a_tree_of_width_one_is_the_chain(target, make_drafter, name, temperatur
         assert_close("drafts", tree.ids, chain.ids)
         assert tree.is_chain, "a chain is verified as a sequence"
         assert (tree.depth, tree.num_nodes) == (5, 6)
-        assert tree.on_host()[0].children(0) == chain.on_host()[0].children(0)
+        assert tree.on_host()[0].children[0] == chain.on_host()[0].children[0]
         assert (tree.log_probs is not None) == plan.is_scored
 
 

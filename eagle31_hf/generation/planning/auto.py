@@ -146,7 +146,7 @@ class AutoPlanner(Planner):
         if drafts.log_probs is None:
             return
         for b in going:
-            children, log_probs = drafts.children(b), drafts.log_probs[b]
+            children, log_probs = drafts.children[b], drafts.log_probs[b]
             for depth, node in enumerate(accepted.paths[b]):
                 next_node = children[node].get(accepted.tokens[b][depth])  # accepted, also where it ended the text
                 if children[node]:

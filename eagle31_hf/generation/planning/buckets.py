@@ -134,7 +134,7 @@ class BucketPlanner(Planner):
 
     def _learn(self, plan: Plan, drafts: HostDrafts, b: int, path: list[int]) -> None:
         """Learns from the drafts of sequence b, of which the nodes of `path` were accepted."""
-        children = drafts.children(b)
+        children = drafts.children[b]
         for depth, rate in enumerate(self.known.in_chain[: plan.depth] if path else ()):
             if not children[path[depth]]:  # nothing was drafted here
                 break
