@@ -38,8 +38,8 @@ DEPTHS = (3, 5, 7)
 
 def with_coupling(is_coupled: bool, *arguments: Any) -> Noise:
     """The noise of a call, coupled or not, whatever the call would have."""
-    num_sequences, vocab_size, device, _ = arguments
-    return Noise(num_sequences, vocab_size, device, is_coupled)
+    num_sequences, vocab_size, device, _, first_slot = arguments
+    return Noise(num_sequences, vocab_size, device, is_coupled, first_slot)
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -13,20 +13,18 @@ from torch import Tensor
 
 class Noise:
     """Random numbers for B sequences, seeded once from torch's global generator. `is_coupled`: the noise of a slot is
-    the same whenever it is asked for."""
+    the same whenever it is asked for; `first_slot`: the first that is drawn, the same in every sequence."""
 
-    def __init__(self, num_sequences: int, vocab_size: int, device: torch.device, is_coupled: bool):
+    def __init__(
+        self, num_sequences: int, vocab_size: int, device: torch.device, is_coupled: bool, first_slot: int = 0
+    ):
         seed = int(torch.randint(2**48, (), device="cpu"))
         self.generators = [torch.Generator(device).manual_seed(seed + b) for b in range(num_sequences)]
         self.vocab_size = vocab_size
         self.device = device
         self.is_coupled = is_coupled
         self._noise: list[dict[int, Tensor]] = [{} for _ in range(num_sequences)]
-        self._next = [0] * num_sequences  # the first slot of a sequence whose noise has not been drawn
-
-    def start(self, slot: int) -> None:
-        """Sets the first slot to be drawn, the same in every sequence."""
-        self._next = [slot] * len(self._next)
+        self._next = [first_slot] * num_sequences  # the first slot of a sequence whose noise has not been drawn
 
     def gumbel(self, b: int) -> Tensor:
         """Fresh noise (V,)."""

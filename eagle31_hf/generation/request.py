@@ -264,9 +264,7 @@ def noise_of(request: Request, mode: Mode, is_captured: bool) -> Noise | None:
         return None
     count, length = request.input_ids.shape
     is_coupled = request.settings.is_auto or mode.draws_trees or count > 1 or is_captured
-    noise = Noise(count, num_logits(request.target), request.input_ids.device, is_coupled)
-    noise.start(length)
-    return noise
+    return Noise(count, num_logits(request.target), request.input_ids.device, is_coupled, length)
 
 
 def planner_of(request: Request, mode: Mode, eager: EagerExecutor, is_captured: bool) -> Planner:

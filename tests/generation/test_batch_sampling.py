@@ -45,14 +45,10 @@ chain_or_tree = pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=["chain",
 class AddsNoise(LogitsProcessor):
     """Makes the argmax a draw, with the noise of the slot."""
 
-    def __init__(self, num_sequences: int):
-        self.noise = Noise(num_sequences, VOCAB, torch.device("cpu"), is_coupled=True)
-        self.is_first = True
+    def __init__(self, num_sequences: int, prompt_length: int):
+        self.noise = Noise(num_sequences, VOCAB, torch.device("cpu"), is_coupled=True, first_slot=prompt_length)
 
     def __call__(self, input_ids, scores):
-        if self.is_first:
-            self.noise.start(input_ids.shape[1])
-        self.is_first = False
         return scores + torch.stack([self.noise.of_slot(b, input_ids.shape[1]) for b in range(len(input_ids))])
 
 
@@ -63,7 +59,7 @@ def drawn_alone(target, prompts, processors=(), seed=SEED, **kwargs):
         target,
         prompts,
         max_new_tokens=LENGTH,
-        logits_processor=LogitsProcessorList([*processors, AddsNoise(len(prompts))]),
+        logits_processor=LogitsProcessorList([*processors, AddsNoise(len(prompts), max(map(len, prompts)))]),
         **kwargs,
     )
 

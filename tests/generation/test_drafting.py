@@ -150,8 +150,7 @@ def test_a_coupled_chain_is_guessed_with_the_noise_of_its_slots(target, make_dra
     """With the noise the target will draw with, slot by slot; then nothing but the tokens themselves is to be
     verified."""
     drafter, depth, temperature = make_drafter(target, name), 4, 8.0  # so hot that noise decides
-    noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True)
-    noise.start(10)
+    noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True, first_slot=10)
     proposer = build_proposer(drafter, [TemperatureLogitsWarper(temperature)], noise)
     drafts = propose(proposer, text, states, 0, 9, Plan(depth))
     greedy = propose(build_proposer(drafter), text, states, 0, 9, Plan(depth))

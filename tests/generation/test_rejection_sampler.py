@@ -61,9 +61,7 @@ def sampler(
     keeps_scores: bool = True,
     kind: type[RejectionSampler] = RejectionSampler,
 ) -> RejectionSampler:
-    noise = Noise(num_sequences, vocab_size, CPU, is_coupled) if do_sample else None
-    if noise is not None:
-        noise.start(PREFIX.shape[1])
+    noise = Noise(num_sequences, vocab_size, CPU, is_coupled, PREFIX.shape[1]) if do_sample else None
     return kind(processors, noise, keeps_scores)
 
 
@@ -421,8 +419,7 @@ def emitted(draft_of, q_logits, draws: int, is_coupled: bool = False) -> torch.T
         accepted = accept(one, draft_of(), q, p)
         counts[accepted.tokens[0][0]] += 1
         if is_coupled:  # the same slot again, with other noise
-            one.noise.forget([PREFIX.shape[1] + 9])
-            one.noise.start(PREFIX.shape[1])
+            one.noise = Noise(1, len(P), CPU, is_coupled, PREFIX.shape[1])
     return counts
 
 

@@ -393,8 +393,7 @@ class WidthOne:
 def with_noise(drafter, temperature: float) -> Proposer:
     """A proposer that guesses with noise, the same for every one."""
     torch.manual_seed(0)
-    noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True)
-    noise.start(10)
+    noise = Noise(1, VOCAB, torch.device("cpu"), is_coupled=True, first_slot=10)
     return build_proposer(drafter, [TemperatureLogitsWarper(temperature)], noise)
 
 
