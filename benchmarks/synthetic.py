@@ -54,9 +54,12 @@ _draws: WeakKeyDictionary[Eagle31DrafterModel, dict[torch.device, Draws]] = Weak
 
 class SyntheticSampler(RejectionSampler):
     """Accepts a draft at depth d + 1 with chance `survival[d]`, all in all, whatever the target says; never one past
-    the end of the list. Eager rounds take numbers from `draws`, captured ones from those `on_device`."""
+    the end of the list. Eager rounds take numbers from `draws`, captured ones from those `on_device`. Raises ValueError
+    in place of a sampler that keeps a batch in lock-step."""
 
     def __init__(self, sampler: RejectionSampler, survival: Sequence[float], draws: Iterator[float], on_device: Draws):
+        if sampler.is_lock_step:
+            raise ValueError("the batch is in lock-step; expected one whose sequences advance at their own pace.")
         super().__init__(sampler.processors, sampler.noise, sampler.keeps_scores)
         self.survival = survival
         self.draws = draws

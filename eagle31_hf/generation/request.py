@@ -149,15 +149,11 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         sampler_class = LockStepSampler if mode.is_lock_step else RejectionSampler
         sampler = sampler_class(request.logits_processor, noise, keeps_scores)
-        sequences = Sequences(input_ids, pad_token(config))
+        pad_token = getattr(config, "_pad_token_tensor", None)  # fills sequences that have ended
+        sequences = Sequences(input_ids, 0 if pad_token is None else int(pad_token))
         read_text = read_text_of(runner.past_key_values, request.drafter)
         proposer, unread = drafting_of(request, runner, noise, read_text)
         wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
-        if wrapped.is_lock_step != sampler.is_lock_step:
-            raise ValueError(
-                f"got a {type(wrapped).__name__} in place of a {type(sampler).__name__}; expected one that"
-                f" {'keeps' if sampler.is_lock_step else 'does not keep'} the batch in lock-step, as this call needs."
-            )
         collector = OutputCollector(config, runner.past_key_values, layers_that_share(request.target))
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
@@ -312,9 +308,3 @@ def decode_with(
         streamer.put(input_ids.cpu())
     request = Request(target, drafter, input_ids, generation_config=generation_config, **kwargs)
     return speculative_decoding(request, wrap_sampler)
-
-
-def pad_token(config: GenerationConfig) -> int:
-    """The id that plain generate fills sequences with that have ended."""
-    token = getattr(config, "_pad_token_tensor", None)
-    return 0 if token is None else int(token)

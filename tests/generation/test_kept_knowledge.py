@@ -41,7 +41,7 @@ def test_a_later_process_goes_on_from_what_is_known(monkeypatch, target, drafter
     assert later.as_dict()["costs"] == written["costs"]
     assert later.calibration.as_dict() == written["calibration"]
     assert later.exploration.fastest == max(later.exploration.arms, key=lambda k: later.exploration.arms[k].rate.value)
-    assert later.rate == pytest.approx(known.rate)
+    assert later.exploration.rate == pytest.approx(known.exploration.rate)
     before = {kind: arm.trials for kind, arm in known.exploration.arms.items()}
     assert {kind: arm.trials for kind, arm in later.exploration.arms.items()} == before
     assert later.exploration.choose([*later.exploration.arms]) == later.exploration.fastest
@@ -72,8 +72,8 @@ def test_another_drafter_is_not_known_by_the_first_one_s(monkeypatch, target, dr
     other = copy.deepcopy(drafter)
     with torch.no_grad():
         other.lm_head.weight.mul_(2)
-    assert kept_of(other, target).rate == 0
-    assert kept_of(drafter, target).rate > 0
+    assert kept_of(other, target).exploration.rate == 0
+    assert kept_of(drafter, target).exploration.rate > 0
 
 
 def test_another_version_s_times_are_not_taken_up(monkeypatch, target, drafter):

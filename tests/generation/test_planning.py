@@ -398,7 +398,7 @@ def test_rates_are_those_of_a_sequence(world):
         planner.observe(
             1, Accepted(tokens, [[0], []], num_drafts, [[], []], [False] * 2, False, HostDrafts([[], []])), seconds
         )
-        assert known.rate == pytest.approx(1.0)
+        assert known.exploration.rate == pytest.approx(1.0)
 
 
 def test_nothing_is_learnt_from_sequences_that_had_ended(world):

@@ -61,7 +61,7 @@ class AutoPlanner(Planner):
         where none gives more, and while nothing is known. The target's own token counts, too."""
         known, counts = self.known, [count for count in COUNTS if 0 < count <= len(gains)]
         with known.lock:
-            rate, seconds = known.rate, known.verify.estimate(tuple(count + 1 for count in counts))
+            rate, seconds = known.exploration.rate, known.verify.estimate(tuple(count + 1 for count in counts))
         if not rate:
             return 0
         values = [1 + gains[count - 1] - rate * cost for count, cost in zip(counts, seconds, strict=True)]
@@ -168,7 +168,7 @@ class AutoPlanner(Planner):
             chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
             arms = known.exploration.arms.items()
             rates = ", ".join(f"{kind} {arm.rate.value:.1f}" for kind, arm in arms if arm.rounds)
-            rate = known.rate
+            rate = known.exploration.rate
         if not sizes:
             return "auto knows nothing yet: no round was timed"
         ends = sizes[:1] + sizes[-1:] if len(sizes) > 1 else sizes

@@ -33,7 +33,7 @@ class LevelController:
         self.num_unread = num_unread
         self.trial = trial
         self.calibration = known.calibration.copy()
-        self.rate = known.rate * len(going)  # tokens a second of all sequences
+        self.rate = known.exploration.rate * len(going)  # tokens a second of all sequences
         self.verify = known.verify.known  # lists that are replaced, never changed
         self.step = known.step.known
         self.widths: list[int] = []  # of the levels that were run

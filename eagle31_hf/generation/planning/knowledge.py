@@ -53,14 +53,9 @@ class Knowledge:
     store: Measured | None = None
     calls: int = 0
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second and sequence of the fastest kind of rounds: what a second has to bring."""
-        return self.exploration.rate
-
     def promise(self) -> float:
         """Returns the tokens a second and sequence that chains of the best depth are expected to give: by the share of
-        drafts that were accepted at each depth, over more rounds than `rate` remembers. 0 where that is not known."""
+        drafts that were accepted at each depth, over more rounds than rates remember. 0 where that is not known."""
         known = sum(map(bool, self.calibration.seen))
         tokens = list(accumulate(accumulate(self.calibration.going_on[:known], mul), initial=1.0))[1:]
         seconds = self.read.estimate((USUAL_READ_OF_CHAINS,))[0] + self.rest[CHAINS].estimate((0,))[0]
