@@ -336,15 +336,11 @@ def residual(p_logits: Tensor, q_logits: Tensor, share: Tensor | float = 1.0) ->
     return torch.where(rest.sum() > 0, rest, p).log()
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def likeliest(logits: Tensor, slices: int | None = None) -> Tensor:
     """Logits (B, N, V) -> every node's first largest id (B, N), as argmax finds it in fp32; max is four times as fast
-    in bf16 on a CPU, and on a GPU so are slices of a row, which more of its processors read."""
-    slices = SLICES if logits.is_cuda and logits.shape[-1] % SLICES == 0 else 1
-    return likeliest_in(logits, slices)
-
-
-def likeliest_in(logits: Tensor, slices: int) -> Tensor:
-    """`likeliest`, found among the largest of so many slices of each row."""
+    in bf16 on a CPU, and on a GPU so are `slices` of a row, which more of its processors read."""
+    if slices is None:
+        slices = SLICES if logits.is_cuda and logits.shape[-1] % SLICES == 0 else 1
     found = logits.unflatten(-1, (slices, -1)).max(-1)
     if slices == 1:
         return found.indices[..., 0]

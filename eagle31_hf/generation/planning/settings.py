@@ -53,7 +53,8 @@ def resolve_settings(
     values: dict[str, Any] = {}
     for name in KNOBS:
         configured = getattr(generation_config, name, None)
-        configured = None if _is_stock(configured, STOCK_DEFAULTS.get(name)) else configured
+        if isinstance(configured, Real) and configured == STOCK_DEFAULTS.get(name):  # an array would compare as one
+            configured = None
         origins = {
             "": given.get(name),
             ", in the generation config": configured,
@@ -70,8 +71,3 @@ def resolve_settings(
         total_tokens=numbers["draft_tree_total_tokens"],
         lookup=numbers["prompt_lookup_num_tokens"],
     )
-
-
-def _is_stock(value: Any, stock: Any) -> bool:
-    """Returns whether a value is the one transformers fills in. An array, say, would compare as an array."""
-    return isinstance(value, Real) and value == stock
