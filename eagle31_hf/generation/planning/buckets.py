@@ -52,7 +52,7 @@ class BucketKnowledge:
     round of each tree gives; both a round, without seconds. `verify`: seconds by nodes; `draft`: seconds by levels;
     `trials`: plans that are drafted to learn what they cost, first of all."""
 
-    in_chain: list[Rate] = field(default_factory=lambda: [Rate(MEMORY) for _ in range(DEEPEST)])
+    in_chain: list[Rate] = field(default_factory=lambda: [Rate(memory=MEMORY) for _ in range(DEEPEST)])
     in_tree: dict[Plan, Rate] = field(default_factory=dict)
     verify: CostModel = field(default_factory=CostModel)
     draft: dict[str, CostModel] = field(
@@ -148,7 +148,7 @@ class BucketPlanner(Planner):
         for smaller in self.plans:
             if smaller.top_k > 1 and holds(plan, smaller):
                 kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
-                self.known.in_tree.setdefault(smaller, Rate(MEMORY)).add(1.0 + [*kept, False].index(False))
+                self.known.in_tree.setdefault(smaller, Rate(memory=MEMORY)).add(1.0 + [*kept, False].index(False))
 
     def explain(self) -> str:
         """Figures behind the choices, for people."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -82,26 +83,19 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
     return np.interp(sizes, known_sizes, seconds).tolist()
 
 
+@dataclass
 class Rate:
     """Tokens a second, and a round, in which recent rounds count more: one counts `memory` times the next."""
 
-    def __init__(self, memory: float = 0.97):
-        self.memory = memory
-        self.tokens = 0.0
-        self.seconds = 0.0
-        self.rounds = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: float = 0.0
+    memory: float = 0.97
 
     def add(self, tokens: float, seconds: float = 0.0) -> None:
         self.tokens = self.memory * self.tokens + tokens
         self.seconds = self.memory * self.seconds + seconds
         self.rounds = self.memory * self.rounds + 1
-
-    @classmethod
-    def of(cls, kept: Sequence[float]) -> "Rate":
-        """Makes a rate of its tokens, seconds and rounds."""
-        rate = cls()
-        rate.tokens, rate.seconds, rate.rounds = map(float, kept)
-        return rate
 
     def fade(self) -> None:
         """Reduces the weight of all rounds so far: they may say little about the text at hand."""

@@ -70,7 +70,7 @@ class Exploration:
         """Goes on from what `as_dict` returned: arms that have been tried are explored again after a pause."""
         made = cls()
         for kind, arm in made.arms.items():
-            arm.trials, arm.rate = tuple(map(int, kept[kind]["trials"])), Rate.of(kept[kind]["rate"])
+            arm.trials, arm.rate = tuple(map(int, kept[kind]["trials"])), Rate(*kept[kind]["rate"])
             arm.rate.fade()
             if arm.rate.rounds:
                 arm.due = arm.pause

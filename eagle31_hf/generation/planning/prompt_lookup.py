@@ -31,9 +31,7 @@ class Chances:
     lately."""
 
     def __init__(self):
-        self._rates = [Rate(DECAY) for _ in PRIOR]
-        for rate, share in zip(self._rates, PRIOR.values(), strict=True):
-            rate.tokens, rate.rounds = PRIOR_WEIGHT * share, PRIOR_WEIGHT
+        self._rates = [Rate(PRIOR_WEIGHT * share, 0.0, PRIOR_WEIGHT, DECAY) for share in PRIOR.values()]
 
     def of(self, length: int) -> Rate:
         """Returns the rate for matches of `length` tokens: how many of the tokens after them repeated."""
