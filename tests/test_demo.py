@@ -57,7 +57,9 @@ def test_no_part_of_a_profile_takes_less_than_no_time(pair):
     is none here."""
     target, tokenizer, drafters = pair
     [prompt] = demo.prompts(tokenizer, 1)
-    target.generate(prompt, assistant_model=drafters["eagle31"], max_new_tokens=2)  # the first call tries the target, too
+    target.generate(
+        prompt, assistant_model=drafters["eagle31"], max_new_tokens=2
+    )  # the first call tries the target, too
     found = profile(target, drafters["eagle31"], Shape(3), prompt, 2)
     assert min(found["profile"].values()) > 0
     assert 0 < found["overhead"] < 1

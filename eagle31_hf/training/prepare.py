@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -32,12 +33,20 @@ from .self_prompts import SelfPrompts
 from .servers import Tell
 from .shard_builder import ShardBuilder
 from .skipped import Skipped, Skips
-from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts, write_shard
+from .store import (
+    MANIFEST,
+    HiddenStateStore,
+    Manifest,
+    missing_shards,
+    open_store,
+    read_manifest,
+    save_target_parts,
+    write_shard,
+)
 
 MOST_REASONS = 5  # in an error
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
 QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container: microseconds of all cores in a period, and the period
-Found = TypeVar("Found")
 Refusals = list[tuple[int, Skipped]]
 _builder: ShardBuilder  # of a process that makes shards, and the folder they go to
 _folder: str | Path
@@ -78,33 +87,15 @@ def prepare_data(
     record gives an example, and for an engine that does not give the target's answers; RuntimeError where its servers
     fail.
     """
-    if not 0 <= part[0] < part[1]:
-        raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     options = (options or PreparationOptions()).for_target(target)
-    together = is_spread(target) and (options.regenerate or options.states)
-    if together and part != (0, 1):
-        raise ValueError(
-            f"part is {part[0]}/{part[1]}, and the target is spread over processes, which make every shard together;"
-            " expected no part."
-        )
-    of_all, is_writer = _here, True
-    if together:
-        of_all, is_writer = once, PartialState(cpu=execution_device(target).type == "cpu").is_main_process
+    of_all, is_writer = _roles(target, options, part)
     records = records_of(source, options)
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
-    manifest = builder.manifest(source)
-
-    def opened() -> list[int]:
-        open_store(output, manifest, builder.earlier)
-        if builder.reader is not None and part[0] == 0:
-            save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
-        return _missing(output, part)
-
-    missing = of_all(opened)
+    missing = of_all(partial(_opened, builder, output, builder.manifest(source), part))
     _make_shards(builder, output, missing, tell, is_writer)
     prepared = of_all(lambda: _summary(output))
     if prepared.shards == prepared.num_shards and not prepared.rows:
@@ -126,8 +117,29 @@ def records_of(source: str | None, options: PreparationOptions) -> Records:
     return Joined([given, own]) if options.self_prompts else given
 
 
-def _here(make: Callable[[], Found]) -> Found:
-    return make()
+def _roles(
+    target: PreTrainedModel, options: PreparationOptions, part: tuple[int, int]
+) -> tuple[Callable[[Callable[[], Any]], Any], bool]:
+    """Returns what calls a function once for all processes that make the same shards, and whether this one writes
+    them. Raises ValueError for a part that there is not."""
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
+    if not (is_spread(target) and (options.regenerate or options.states)):
+        return lambda make: make(), True
+    if part != (0, 1):
+        raise ValueError(
+            f"part is {part[0]}/{part[1]}, and the target is spread over processes, which make every shard together;"
+            " expected no part."
+        )
+    return once, PartialState(cpu=execution_device(target).type == "cpu").is_main_process
+
+
+def _opened(builder: ShardBuilder, output: str | Path, manifest: Manifest, part: tuple[int, int]) -> list[int]:
+    """Makes the store's folder, or finds it there; returns the shards of the part that are not."""
+    open_store(output, manifest, builder.earlier)
+    if builder.reader is not None and part[0] == 0:
+        save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
+    return _missing(output, part)
 
 
 def _no_examples(source: str | None, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
@@ -144,9 +156,7 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
     return [index for index in missing_shards(output) if index % part[1] == part[0]]
 
 
-def _make_shards(
-    builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool
-) -> None:
+def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool) -> None:
     """Makes these shards: where the target is not needed in several processes, else one after the other, each written
     while the next is made, by the writer alone."""
     count = min(processes(builder.options), len(mine))

@@ -125,9 +125,7 @@ def main(folder: Path) -> None:
 def refused(folder: Path) -> dict[str, str]:
     """Returns the messages with which things are refused that cannot be done with a tensor-parallel target."""
     spread, said = tensor_parallel_target(folder), {}
-    asked = {
-        "shard_target": lambda: make_trainer(folder, target=spread, shard_target=True),
-    }
+    asked = {"shard_target": lambda: make_trainer(folder, target=spread, shard_target=True)}
     for name, ask in asked.items():
         try:
             ask()
