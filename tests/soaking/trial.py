@@ -99,6 +99,8 @@ def without_contradictions(trial: Trial) -> Trial:
         choices["streamer"] = "none" if choices["streamer"] == "text" else choices["streamer"]  # takes one text
     if choices["extra"] == "decode" and choices["stop"].startswith("stop string"):
         choices["extra"] = "none"  # it is not handed the tokenizer
+    if "Mamba" in choices["family"] and choices["outputs"] in ("attentions", "everything"):
+        choices["outputs"] = "states"  # they have no attentions
     if choices["extra"] == "no cache":
         choices["cache"] = "default"
     if choices["choice"] == "returned twice" and choices["cache"].startswith("conversation"):
@@ -324,6 +326,8 @@ def run(trial: Trial) -> Result:
     if trial.fault and ours.error is not None:
         word = "failed alike"
         again = each.converse(drafting, fails=False)
+        if any(refusal in str(again.error) for refusal in REFUSALS):
+            return Result(found, ours, "refused", time.perf_counter() - began)
         whole = each.converse(partner(drafting, trial), fails=False)
         found += [
             Difference(f"after the failure: {one}", one.is_tie)
