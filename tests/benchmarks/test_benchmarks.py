@@ -2,7 +2,6 @@
 
 import json
 
-import conversion
 import engine
 import memory
 import prompt_lookup
@@ -89,13 +88,6 @@ def test_bench_engine_accepts_what_was_decreed(capsys):
     assert all(run["efficiency"] > 0 for run in runs.values())
 
 
-def test_bench_convert_reports_ratios(capsys, tmp_path):
-    result = figures_of(capsys, conversion, "--megabytes", "1", "--rounds", "1", "--folder", str(tmp_path))
-    for row in result["conversion"]:
-        assert row["ratio"] == pytest.approx(row["convert_mb_per_second"] / row["copy_mb_per_second"])
-    assert not list(tmp_path.iterdir())
-
-
 def test_training_says_what_a_step_takes(capsys):
     sizes = ["--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "48", "--rounds", "2"]
     runs = figures_of(capsys, training, *sizes)["runs"]
@@ -123,8 +115,3 @@ def test_memory_is_that_of_processes_of_their_own(capsys, monkeypatch):
     rows = figures_of(capsys, memory, "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "64")["memory"]
     assert [row["chunk"] for row in rows] == [None, 2048]
     assert asked == [("tiny", "float32", "cpu", 64, chunk) for chunk in (None, 2048)]
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="is no folder"):
-        conversion.main(["--folder", str(tmp_path / "nope")])
