@@ -96,6 +96,7 @@ SLOW = {
     "test_captured_executor",
     "test_captured_nodes",
     "test_captured_rounds",
+    "test_cases",
     "test_cli_errors",
     "test_cli_training",
     "test_demo",

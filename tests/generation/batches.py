@@ -94,18 +94,6 @@ class Idle(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class EndsWith(Idle):
-    """Stops each sequence at a token of its own: b at `tokens[b]`."""
-
-    def __init__(self, tokens: list[int]):
-        super().__init__()
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
-        super().__call__(input_ids, scores)
-        return input_ids[:, -1] == self.tokens[: len(input_ids)]
-
-
 class Notebook(LogitsProcessor):
     """Keeps state, as a grammar does: its favourites depend on how often it was called. Notes all texts it is shown."""
 

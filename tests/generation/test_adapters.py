@@ -1,5 +1,5 @@
-"""Targets with adapters: those that change weights say what they say alone; those that put tokens into the cache are
-refused."""
+"""Targets with adapters that put tokens into the cache are refused. Those that change weights are rows of
+`test_cases.py`."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from batches import left_padded
 from close import assert_close
 from conftest import build_drafter, build_target
-from draftings import DRAFTINGS, steady_clock
+from draftings import DRAFTINGS
 from observers import Puts, num_hooks
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -22,79 +22,6 @@ PLAIN = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 6}
 def pair():
     target = build_target("qwen3")
     return target, build_drafter(target)
-
-
-# --- adapters that change weights ---
-
-
-def lora(peft, seed: int = 0, **kwargs):
-    torch.manual_seed(seed)
-    return peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False, **kwargs
-    )
-
-
-def ia3(peft):
-    modules = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-    return peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False, **modules)
-
-
-def second_adapter(peft, target):
-    model = peft.get_peft_model(target, lora(peft))
-    model.add_adapter("second", lora(peft, seed=1, r=4))
-    model.set_adapter("second")
-    return model
-
-
-WEIGHTS = {
-    "lora": lambda peft, target: peft.get_peft_model(target, lora(peft)),
-    "ia3": lambda peft, target: peft.get_peft_model(target, ia3(peft)),
-    "merged": lambda peft, target: peft.get_peft_model(target, lora(peft)).merge_and_unload(),
-    "second": second_adapter,
-}
-
-
-def check_text(model, drafter, way: str) -> None:
-    for company, inputs in COMPANY.items():
-        expected = model.generate(**inputs, **PLAIN)
-        with steady_clock(model, drafter):
-            output = model.generate(**inputs, **PLAIN, assistant_model=drafter, **DRAFTINGS[way])
-        assert_close(company, output, expected)
-    assert num_hooks(model) == 0
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_adapters_that_change_weights(pair, kind):
-    peft = pytest.importorskip("peft")
-    target, drafter = pair
-    model = WEIGHTS[kind](peft, copy.deepcopy(target)).eval()
-    for way in DRAFTINGS if kind == "lora" else ["tree"]:
-        check_text(model, drafter, way)
-
-
-def test_a_disabled_adapter(pair):
-    peft = pytest.importorskip("peft")
-    target, drafter = pair
-    model = peft.get_peft_model(copy.deepcopy(target), lora(peft)).eval()
-    with model.disable_adapter():
-        assert_close("text", model.generate(**COMPANY["alone"], **PLAIN), target.generate(**COMPANY["alone"], **PLAIN))
-        check_text(model, drafter, "tree")
-
-
-def test_sampling_with_an_adapter(pair):
-    """Coupled draws: with a seed the text is the same whatever is drafted."""
-    peft = pytest.importorskip("peft")
-    target, drafter = pair
-    model, texts = peft.get_peft_model(copy.deepcopy(target), lora(peft)).eval(), []
-    for way in ("tree", "auto"):
-        torch.manual_seed(0)
-        texts.append(
-            model.generate(**COMPANY["batch"], **PLAIN | {"do_sample": True}, assistant_model=drafter, **DRAFTINGS[way])
-        )
-    assert_close("text", *texts)
-
-
-# --- adapters that put tokens into the cache ---
 
 
 def soft_prompt(target: PreTrainedModel) -> PreTrainedModel:

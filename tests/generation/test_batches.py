@@ -1,11 +1,10 @@
 """A batch with a drafter is the same batch without: sequence by sequence where they may go at their own pace, in
-lock-step where they may not."""
+lock-step where they may not. `test_cases.py` has what else is asked of batches."""
 
 import pytest
 import torch
 from batches import (
     PAD,
-    EndsWith,
     Idle,
     Notebook,
     alone,
@@ -20,15 +19,12 @@ from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
 from draftings import CHAIN, PER_SEQUENCE, TREE
 from draftings import CHAIN_OR_TREE as DRAFTINGS
-from observers import Puts
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 LENGTH = 20
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
 
 each_drafting = pytest.mark.parametrize("drafting", DRAFTINGS.values(), ids=DRAFTINGS)
-# it may draft nothing, or much
-and_auto = pytest.mark.parametrize("drafting", [*DRAFTINGS.values(), {}], ids=[*DRAFTINGS, "auto"])
 
 
 def check(target, drafter, prompts, **kwargs):
@@ -53,29 +49,6 @@ def test_greedy_text_is_the_targets_own(make_target, make_drafter, kind, name, d
     target = make_target(kind)
     stats = check(target, make_drafter(target, name), mixed_prompts(target), **DRAFTINGS[drafting])
     assert not keeps_step(stats)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3_window_8"])
-def test_auto(make_target, make_drafter, kind):
-    target = make_target(kind)
-    check(target, make_drafter(target), mixed_prompts(target))
-    check(target, make_drafter(target), mixed_prompts(target), draft_tree_top_k=1)
-
-
-@pytest.mark.parametrize(("kind", "depth"), [("mistral_window_8", 1), ("llama", 2), ("mistral_window_8", 6)])
-def test_every_depth(make_target, make_drafter, kind, depth):
-    target = make_target(kind)
-    stats = check(target, make_drafter(target), mixed_prompts(target), num_assistant_tokens=depth)
-    assert max(stats.accepted_per_round) >= min(depth, 3)
-    assert not keeps_step(stats)
-
-
-@and_auto
-def test_sequences_that_are_the_same(target, drafter, drafting):
-    prompts = known_prompts(target, 8) * 3
-    output, stats = together(target, drafter, prompts, **GREEDY, **drafting)
-    assert_close("text", output, alone(target, prompts[:1], **GREEDY).expand(3, -1))
-    assert stats.sequences[0] == stats.sequences[1] == stats.sequences[2]
 
 
 def test_every_sequence_is_as_it_is_alone(target, drafter):
@@ -136,21 +109,6 @@ def test_sequences_cannot_be_repeated_greedily(target, drafter, prompt):
 # --- ends ---
 
 
-@and_auto
-def test_eos_at_every_offset_of_a_burst(make_target, make_drafter, drafting):
-    """Whatever token is EOS, sequences end at different times; the others go on as if nothing had happened."""
-    target = make_target("mistral_window_8")  # its text uses ten of the eleven ids
-    drafter, prompts, last, lengths = make_drafter(target), mixed_prompts(target), set(), set()
-    whole = alone(target, prompts, **GREEDY)
-    for eos in range(0, VOCAB, 2):
-        output, stats = together(target, drafter, prompts, eos_token_id=eos, **GREEDY, **drafting)
-        assert_close(f"text, eos {eos}", output, ended(whole, eos, whole.shape[1] - LENGTH))
-        last |= {one.accepted_per_round[-1] for one in stats.sequences if one.accepted_per_round}
-        lengths |= {one.generated_tokens for one in stats.sequences}
-    assert len(lengths) > 8
-    assert last >= {0, 1, 2, 3} or not drafting
-
-
 def ended(texts, eos, num_prompt):
     """The output of plain generate with EOS: padding after a sequence's first EOS, as long as the longest of them."""
     new = [text[: text.index(eos) + 1] if eos in text else text for text in texts[:, num_prompt:].tolist()]
@@ -180,30 +138,6 @@ def test_padding_that_no_embedding_has(target, drafter, pad, drafting):
     assert_close("text", output.where(output != pad, PAD), ended(whole, 7, whole.shape[1] - LENGTH))
 
 
-@pytest.mark.parametrize(("limit", "drafting"), [("max_new_tokens", CHAIN), ("max_length", TREE)])
-def test_every_length(target, drafter, limit, drafting):
-    prompts = mixed_prompts(target)
-    length, expected = left_padded(prompts)[0].shape[1], alone(target, prompts, max_new_tokens=9)
-    for count in range(1, 10):
-        given = {limit: count if limit == "max_new_tokens" else length + count}
-        output, stats = together(target, drafter, prompts, **given, **drafting)
-        assert_close(f"text of {count} tokens", output, expected[:, : length + count])
-        assert [one.generated_tokens for one in stats.sequences] == [count] * len(prompts)
-
-
-@pytest.mark.parametrize(("eos", "drafting"), [(None, TREE), (10, TREE), (5, CHAIN)])
-def test_stop_strings(make_target, make_drafter, tokenizer, eos, drafting):
-    """With EOS a sequence ends by itself; without, plain generate lets it go on until all have met one."""
-    target = make_target("mistral_window_8")
-    prompts = mixed_prompts(target)
-    for b in (0, 4):
-        letters = tokenizer.decode(alone(target, prompts, **GREEDY)[b])
-        strings = ["zz", *(letters[end - 2 : end] for end in (len(letters) - 13, len(letters) - 6))]
-        kwargs = {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": eos}
-        stats = check(target, make_drafter(target), prompts, **kwargs, **drafting)
-        assert eos is not None or keeps_step(stats)
-
-
 @each_drafting
 def test_sequences_that_have_ended_do_not_disturb(target, drafter, drafting):
     """They are written over with every forward; text and acceptance of the others are those of a sequence by itself."""
@@ -227,33 +161,6 @@ def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
 
 
 # --- caches ---
-
-
-def turn(target, ids, mask, past=None, **kwargs):
-    """Ids, mask and cache after an answer. Slots from a sequence's EOS on are hidden from what follows."""
-    given = {"attention_mask": mask, "past_key_values": past, "pad_token_id": PAD, "return_dict_in_generate": True}
-    kwargs = given | GREEDY | kwargs
-    output = target.generate(ids, **kwargs)
-    has_ended = (output.sequences[:, ids.shape[1] :] == kwargs.get("eos_token_id", -1)).cumsum(1) > 0
-    return output.sequences, torch.cat((mask, (~has_ended).long()), dim=1), output.past_key_values
-
-
-NEXT_TURNS = [(kind, {"eos_token_id": 7}, TREE) for kind in ("llama", "mistral_window_8", "gemma3_window_8", "gpt2")]
-NEXT_TURNS += [("llama", {}, CHAIN), ("gemma3_window_8", {}, CHAIN)]
-
-
-@pytest.mark.parametrize(("kind", "eos", "drafting"), NEXT_TURNS)
-def test_the_cache_of_an_answer_goes_into_the_next_turn(make_target, make_drafter, kind, eos, drafting):
-    target, answers, new = make_target(kind), [], torch.tensor([[3, 1]] * 5)
-    for assistant in ({"assistant_model": make_drafter(target)} | drafting, {}):
-        ids, mask, past = turn(target, *left_padded(mixed_prompts(target)), **eos, **assistant)
-        assert past.get_seq_length() == ids.shape[1] - 1
-        assert {type(layer) for layer in past.layers} == {
-            type(layer) for layer in DynamicCache(config=target.config).layers
-        }
-        ids, mask = torch.cat((ids, new), dim=1), torch.cat((mask, torch.ones_like(new)), dim=1)
-        answers.append(turn(target, ids, mask, past, max_new_tokens=12, **assistant)[0])
-    assert_close("text of the second turn", *answers)
 
 
 @each_drafting
@@ -325,86 +232,6 @@ def test_a_pace_of_their_own_takes_fewer_forwards(target, drafter):
     assert not keeps_step(ragged)
     assert ragged.target_forwards < in_step.target_forwards
     assert ragged.mean_accepted_length > in_step.mean_accepted_length
-
-
-FIELDS = ("scores", "logits", "hidden_states")
-
-
-@pytest.mark.parametrize("fields", [FIELDS, ("attentions",)], ids=["drafted", "attentions"])
-@pytest.mark.parametrize("kind", TARGETS)
-def test_outputs_are_those_of_plain_generate(make_target, make_drafter, kind, fields):
-    """Sequences that have ended too: plain generate goes on feeding them padding, and returns what becomes of it."""
-    target = make_target(kind, "eager")  # the implementation that returns attentions
-    prompts = known_prompts(make_target(kind), 5, 9, 11)
-    asked = {"return_dict_in_generate": True} | {f"output_{name}": True for name in fields}
-    kwargs = GREEDY | {"no_repeat_ngram_size": 4, "eos_token_id": 7} | asked
-    output, stats = together(target, make_drafter(target, "eagle31", "eager"), prompts, **kwargs, **CHAIN)
-    expected = alone(target, prompts, **kwargs)
-    assert (max(stats.accepted_per_round, default=0) >= 1) == (fields == FIELDS), (
-        "drafts beside attentions, or none beside others"
-    )
-    assert_close("sequences", output.sequences, expected.sequences)
-    for name in fields:
-        assert_close(name, getattr(output, name), getattr(expected, name), TARGET_FORWARD)
-
-
-def processor(one) -> dict:
-    return {"logits_processor": LogitsProcessorList([one])}
-
-
-def criterion(one) -> dict:
-    return {"stopping_criteria": StoppingCriteriaList([one])}
-
-
-def beside_a_criterion(one) -> dict:
-    """A sequence that a criterion ends goes on as padding where there is an EOS: no processor may have seen it go on
-    otherwise."""
-    return processor(one) | criterion(EndsWith([10, 2, 5]))
-
-
-CALLED = {  # what is called, and how generate is given it
-    "processor": (lambda: Notebook(strength=0.1), processor),
-    "criterion": (lambda: EndsWith([10, 2, 5]), criterion),
-    "processor_beside_a_criterion": (lambda: Notebook(strength=0.1), beside_a_criterion),
-}
-
-
-@pytest.mark.parametrize(("eos", "same"), [(None, True), (7, False), (3, False)])
-@pytest.mark.parametrize(("make", "given"), CALLED.values(), ids=CALLED)
-def test_what_keeps_state_is_called_as_plain_generate_calls_it(target, drafter, eos, same, make, given):
-    """With every prefix of the batch once, those of sequences that have ended padded."""
-    prompts = known_prompts(target, 8, 8) if same else known_prompts(target, 5, 9, 11)
-    ours, theirs = make(), make()
-    output, stats = together(target, drafter, prompts, eos_token_id=eos, **GREEDY, **CHAIN, **given(ours))
-    assert_close("text", output, alone(target, prompts, eos_token_id=eos, **GREEDY, **given(theirs)))
-    assert ours.texts == theirs.texts
-    assert eos is not None or given is not processor or sum(stats.accepted_per_round) > 0
-
-
-def test_prefix_allowed_tokens_fn_is_told_which_sequence(target, drafter):
-    prompts, calls = known_prompts(target, 5, 9, 11), ([], [])
-
-    def allowed(into):
-        def function(b, ids):
-            into.append((b, ids.tolist()))
-            return [(int(ids[-1]) + b + i) % VOCAB for i in range(6)]
-
-        return function
-
-    output, stats = together(target, drafter, prompts, prefix_allowed_tokens_fn=allowed(calls[0]), **GREEDY, **CHAIN)
-    assert_close("text", output, alone(target, prompts, prefix_allowed_tokens_fn=allowed(calls[1]), **GREEDY))
-    assert calls[0] == calls[1]
-    assert keeps_step(stats)
-
-
-def test_a_streamer_gets_the_batch_step_by_step(target, drafter):
-    ours, theirs = Puts(), Puts()
-    prompts = known_prompts(target, 5, 9, 11)
-    output, stats = together(target, drafter, prompts, streamer=ours, eos_token_id=7, **GREEDY, **CHAIN)
-    assert_close("text", output, alone(target, prompts, streamer=theirs, eos_token_id=7, **GREEDY))
-    assert ours.calls == theirs.calls
-    assert keeps_step(stats)
-    assert max(stats.accepted_per_round) >= 1
 
 
 def test_max_time_ends_all_sequences_at_once(target, drafter, monkeypatch):

@@ -130,15 +130,6 @@ def test_a_cold_tree_is_the_greedy_one(target, drafter, drafted, prompt):
 # --- prompts and lengths ---
 
 
-@pytest.mark.parametrize("ids", [[4], [9, 9], [9, 0, 7, 7, 1, 6, 2, 2, 5, 3, 3, 1, 0]], ids=len)
-@pytest.mark.parametrize(("kind", "drafting"), [("llama", CHAIN), ("gemma3_window_8", TREE), ("gpt2", TREE)])
-def test_prompts_of_other_lengths(make_target, make_drafter, kind, ids, drafting):
-    """Shorter and longer than the window; the drafter knows nothing of what follows."""
-    target, prompt = make_target(kind), torch.tensor([ids])
-    output, _ = speculate(target, make_drafter(target), prompt, **drafting, **GREEDY)
-    assert_close("text", output, target.generate(prompt, **GREEDY))
-
-
 @pytest.mark.parametrize(
     ("kind", "drafting"), [("llama", CHAIN), ("gpt2", CHAIN), ("qwen3", TREE), ("gemma3_window_8", TREE)]
 )

@@ -1,4 +1,4 @@
-"""A static cache: the text is the target's own, its tensors stay where they are, and attention always sees all of them.
+"""A static cache: its tensors stay where they are, attention always sees all of them, and none is too short for a text.
 
 B sequences, R tokens of a forward.
 """
@@ -16,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
-PROMPTS = {1: [[1, 2, 3, 5, 8]], 4: [[1, 2, 3, 5, 8], [4, 4, 4, 4, 4], [9, 0, 7, 7, 1], [3, 1, 2, 2, 6]]}
 
 
 def decode(target, drafter, prompt: Tensor, drafting: str | None, count: int, **kwargs) -> Tensor:
@@ -24,31 +23,6 @@ def decode(target, drafter, prompt: Tensor, drafting: str | None, count: int, **
     knobs = {} if drafting is None else {"assistant_model": drafter, **DRAFTINGS[drafting]}
     with steady_clock(target, drafter):
         return target.generate(prompt, max_new_tokens=count, do_sample=False, **knobs, **kwargs)
-
-
-TEXTS = [
-    ("llama", "auto", 4),
-    ("qwen3", "tree", 4),
-    ("mistral_window_8", "chain", 4),
-    ("gemma3_window_8", "tree", 1),
-    ("gemma3_window_8", "auto", 4),
-    ("gpt2", "chain", 4),
-]
-
-
-@pytest.mark.parametrize(("kind", "drafting", "count"), TEXTS)
-def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, drafting, count):
-    target, prompt = make_target(kind), torch.tensor(PROMPTS[count])
-    got = decode(target, make_drafter(target), prompt, drafting, LENGTH, cache_implementation="static")
-    assert_close("text", got, target.generate(prompt, max_new_tokens=LENGTH, do_sample=False))
-
-
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_call_after_call(target, drafter, prompt, drafting):
-    """transformers makes every cache as long as the longest before: later ones have slots to spare."""
-    for count in (LENGTH, LENGTH, 7):
-        got = decode(target, drafter, prompt, drafting, count, cache_implementation="static")
-        assert_close(f"{count} tokens", got, target.generate(prompt, max_new_tokens=count, do_sample=False))
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -117,30 +91,6 @@ def test_any_cache_that_is_long_enough(make_target, make_drafter, prompt, kind, 
     got = decode(target, make_drafter(target), prompt, drafting, LENGTH, past_key_values=past)
     assert_close("text", got, greedy_text(target)[:, : 5 + LENGTH])
     assert int(past.get_seq_length()) == 28
-
-
-TURNS = [
-    ("qwen3", "chain", "tree"),
-    ("gemma3_window_8", "tree", "chain"),
-    ("gemma3_window_8", "chain", None),
-    ("gemma3_window_8", None, "tree"),
-]
-
-
-@pytest.mark.parametrize(("kind", "first", "second"), TURNS)
-def test_a_second_turn(make_target, make_drafter, prompt, kind, first, second):
-    """Whoever filled the cache, with a drafter or without, the next goes on from it; at its end too."""
-    target = make_target(kind)
-    texts = []
-    for turns in ((first, second), (None, None)):
-        past = StaticCache(config=target.config, max_cache_len=39)
-        one = decode(target, make_drafter(target), prompt, turns[0], 14, past_key_values=past)
-        more = torch.cat((one, torch.tensor([[4, 9, 1]])), dim=1)
-        texts.append(
-            (one, decode(target, make_drafter(target), more, turns[1], 40 - more.shape[1], past_key_values=past))
-        )
-        assert int(past.get_seq_length()) == 39
-    assert_close("turns", *texts)
 
 
 def test_trees_are_cut_to_the_slots_that_are_left(target, drafter, prompt):

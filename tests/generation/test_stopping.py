@@ -1,17 +1,15 @@
-"""Stopping is checked token by token, wherever in a burst the token stands."""
+"""Stopping is checked token by token, wherever in a burst the token stands; `test_cases.py` has most ways to stop."""
 
 import pytest
 import torch
 from close import assert_close
-from conftest import greedy_text
 from draftings import DRAFTINGS, tree_of
-from observers import Countdown, speculate
+from observers import speculate
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 LENGTH = 24
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
-DRAFTED = GREEDY | {"num_assistant_tokens": 5}
 BURSTS = {  # that begin and end elsewhere
     "chain": {"num_assistant_tokens": 7},
     "tree": tree_of(3, 16, 4),
@@ -25,31 +23,6 @@ def target(make_target):
     return make_target("mistral_window_8")
 
 
-def check(target, drafter, prompt, drafting, **kwargs):
-    """The same text as the target alone, and a cache of all of it but its last token; returns how many tokens that
-    is."""
-    kwargs |= {"return_dict_in_generate": True}
-    output, stats = speculate(target, drafter, prompt, **drafting, **GREEDY, **kwargs)
-    assert_close("text", output.sequences, target.generate(prompt, **GREEDY, **kwargs).sequences)
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
-    assert stats.generated_tokens == output.sequences.shape[1] - prompt.shape[1]
-    return stats.generated_tokens
-
-
-@pytest.mark.parametrize(("drafting", "processors"), [("chain", {"repetition_penalty": 1.0001}), ("tree", {})])
-def test_eos_at_every_offset(target, drafter, prompt, drafting, processors):
-    text = greedy_text(target)[0, prompt.shape[1] :][:LENGTH].tolist()
-    burst = BURSTS[drafting]
-    offsets = [check(target, drafter, prompt, burst, eos_token_id=eos, **processors) - 1 for eos in range(11)]
-    assert offsets == [text.index(eos) if eos in text else LENGTH - 1 for eos in range(11)]
-
-
-@pytest.mark.parametrize(("eos", "count"), [([10, 4], 8), ([4, 6, 5], 5), ([6, 9], 12)])
-@each_burst
-def test_eos_lists(target, drafter, prompt, drafting, eos, count):
-    assert check(target, drafter, prompt, drafting, eos_token_id=eos) == count
-
-
 @each_burst
 def test_eos_in_a_sampled_text(target, drafter, prompt, drafting):
     torch.manual_seed(0)
@@ -59,57 +32,6 @@ def test_eos_in_a_sampled_text(target, drafter, prompt, drafting):
         new = output[0, prompt.shape[1] :].tolist()
         assert not {7, 4} & set(new[:-1]), "went on after the end"
         assert new[-1] in (7, 4) or len(new) == LENGTH
-
-
-@each_burst
-def test_stop_strings_at_every_offset(target, drafter, prompt, tokenizer, drafting):
-    letters = tokenizer.decode(greedy_text(target)[0])
-    for end in range(prompt.shape[1] + 1, prompt.shape[1] + 14):
-        strings = ["zz", letters[end - 3 : end]]  # three tokens, of which the first may be the prompt's
-        count = check(target, drafter, prompt, drafting, stop_strings=strings, tokenizer=tokenizer)
-        assert count == max(letters.find(strings[1]) + 3 - prompt.shape[1], 1)
-
-
-@each_burst
-def test_a_custom_criterion_is_shown_every_text_once(target, drafter, prompt, drafting):
-    for count in range(1, 14):
-        shown = [Countdown(count), Countdown(count)]
-        texts = [
-            target.generate(prompt, stopping_criteria=StoppingCriteriaList([one]), **GREEDY, **assistant)
-            for one, assistant in zip(shown, ({"assistant_model": drafter, **drafting}, {}), strict=True)
-        ]
-        assert_close("text", *texts)
-        assert shown[0].texts == shown[1].texts
-        assert len(shown[0].texts) == count
-
-
-def test_criteria_together_with_eos_and_length(target, drafter, prompt):
-    for eos, count, length, expected in ((4, 20, 20, 8), (4, 6, 20, 6), (4, 20, 3, 3)):
-        kwargs = {"eos_token_id": eos, "max_new_tokens": length, "do_sample": False}
-        criteria = StoppingCriteriaList([Countdown(count)])
-        output, _ = speculate(target, drafter, prompt, stopping_criteria=criteria, num_assistant_tokens=5, **kwargs)
-        assert output.shape[1] - prompt.shape[1] == expected
-
-
-class Scored(StoppingCriteria):
-    """Notes how many scores it is given."""
-
-    def __init__(self):
-        self.counts = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.counts.append(None if scores is None else len(scores))
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    "asked", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["none", "scores"]
-)
-def test_a_criterion_gets_the_scores_plain_generate_gives_it(target, drafter, prompt, asked):
-    ours, alone = Scored(), Scored()
-    speculate(target, drafter, prompt, stopping_criteria=StoppingCriteriaList([ours]), **DRAFTED, **asked)
-    target.generate(prompt, stopping_criteria=StoppingCriteriaList([alone]), **GREEDY, **asked)
-    assert ours.counts == alone.counts
 
 
 def test_max_time_ends_inside_a_burst(target, drafter, prompt, monkeypatch):

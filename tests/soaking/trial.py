@@ -33,9 +33,10 @@ REFUSALS = ("use_cache is False", "has layers that are not attention's")  # of o
 
 @dataclass
 class Trial:
-    """What is tried. `choices`: an entry of every axis; `fault`: place, kind and call of a failure, or None."""
+    """What is tried. `seed`: of all that is drawn, a number or a name; `choices`: an entry of every axis; `fault`:
+    place, kind and call of a failure, or None."""
 
-    seed: int
+    seed: int | str
     number: int
     choices: dict[str, str] = field(default_factory=dict)
     batch: int = 1
@@ -212,7 +213,8 @@ class Run:
         outcome = Outcome([], None, kwargs.get("past_key_values"), notes, stats)
         torch.manual_seed(self.trial.number)
         for turn in range(self.trial.num_turns):
-            before = self.state(kwargs, given)
+            before, past = self.state(kwargs, given), kwargs.get("past_key_values")
+            layers = layers_of(past)
             try:
                 outcome.outputs.append(self.target.generate(**given, **kwargs))
             except BaseException as error:  # KeyboardInterrupt too: it is among the faults
@@ -221,6 +223,8 @@ class Run:
                 outcome.error = error.with_traceback(None) if notes.fuses else error
             after = self.state(kwargs, given)
             outcome.spoilt += [f"turn {turn}: {name} changed" for name, was in before.items() if after[name] != was]
+            if layers_of(past)[: len(layers)] != layers:  # it may have made layers that were not there
+                outcome.spoilt.append(f"turn {turn}: the layers of the caller's cache are others")
             if outcome.error:
                 break
             given, past = self.next_turn(turn, given, outcome.outputs[-1])
@@ -263,6 +267,12 @@ class Run:
             found[f"generation config of the {name}"] = str(model.generation_config.to_dict())
             found[f"modules of the {name}"] = [module_state(module) for module in model.modules()]
         return found
+
+
+def layers_of(past: Any) -> list[tuple]:
+    """Which layers a cache has, of which kinds, and whether they keep what their window has passed."""
+    layers = [] if past is None else past.layers
+    return [(id(layer), type(layer), getattr(layer, "record_past", None)) for layer in layers]
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
@@ -362,9 +372,12 @@ def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
         return []
     said = whole.outputs[0] if isinstance(whole.outputs[0], Tensor) else whole.outputs[0].sequences
     length = int(ours.past.get_seq_length())
-    if length > said.shape[1]:
-        return [Difference(f"after the failure: the cache holds {length} tokens of {said.shape[1]}")]
-    ids = each.given["input_ids"]
+    ids, (place, _, call) = each.given["input_ids"], each.trial.fault
+    least, most = (0, said.shape[1]) if place in LAYERS else (ids.shape[1], ids.shape[1] + call)
+    if (place, call) == ("streamer", 1):  # it is shown the prompt before this is read
+        least = 0
+    if not least <= length <= most:
+        return [Difference(f"after the failure: the cache holds {length} tokens, expected {least} to {most}")]
     whole_mask = torch.cat((each.given.get("attention_mask", torch.ones_like(ids)), torch.ones_like(said)), dim=1)
     kwargs = {"do_sample": False, "pad_token_id": 0}
 

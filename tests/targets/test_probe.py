@@ -183,7 +183,7 @@ def test_in_low_precision_a_wrong_mask_is_found(logged_by_probe):
 # --- errors that are not the target's ---
 
 
-def raising(calls: range, error: type[Exception]):
+def raising(calls: range, error: type[BaseException]):
     """A hook that fails at these calls."""
     count = iter(range(10**6))
 
@@ -195,7 +195,11 @@ def raising(calls: range, error: type[Exception]):
 
 
 @pytest.mark.parametrize(
-    ("error", "first"), [*((ValueError, first) for first in range(5)), (RuntimeError, 1), (InterruptError, 2)]
+    ("error", "first"),
+    [
+        *((ValueError, first) for first in range(5)),
+        *((RuntimeError, 1), (InterruptError, 2), (KeyboardInterrupt, 1), (torch.OutOfMemoryError, 1)),
+    ],
 )
 def test_an_error_of_a_callers_hook_is_raised_and_is_no_verdict(logged_by_probe, error, first):
     """Once, in any of the forwards of the self-test or just after it."""
