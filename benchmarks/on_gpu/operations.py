@@ -1,4 +1,4 @@
-"""The operations of `kernels`, each beside its reference: how far off the kernel is, and how fast."""
+"""How fast the operations of `kernels` are, each beside its reference; `tests/kernels` say how far off."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from engine import DRAFT_VOCABULARY, SHAPES
-from torch import Tensor
 
 from eagle31_hf.kernels import acceptance, distillation_loss, drafts, joint_linear, norms, rope, tree_attention  # noqa: F401 -- each adds OPERATIONS
 from eagle31_hf.kernels.operation import OPERATIONS, Operation, why_torch
@@ -16,72 +15,12 @@ from .machine import bandwidth
 from .run import Row, Run, Task
 from .timing import copies_beyond_cache, milliseconds
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-AWKWARD = (
-    Size(1, 1, 36, 3, 1, 12, 40, 61, 0, 7),
-    Size(3, 7, 61, 6, 2, 80, 99, 500, 37, 61),
-    Size(1, 60, 512, 8, 2, 64, 1500, 3001, 500, 777),
-)
 MOST_BYTES = 4_000_000_000  # of the inputs of one operation
-NEAR_ZERO = 0.01  # of the largest value: units in the last place are not taken of smaller ones
-
-
-def accuracy(run: Run) -> Iterator[Task]:
-    """Every operation at awkward sizes in every dtype, beside its reference."""
-    for dtype in DTYPES:
-        for name in OPERATIONS:
-            yield f"{name}, {str(dtype).removeprefix('torch.')}", partial(compared, run, name, dtype)
-
-
-def compared(run: Run, name: str, dtype: torch.dtype) -> Row:
-    """The largest errors of an operation over the awkward sizes: of what it returns and of what it writes to."""
-    operation = OPERATIONS[name]
-    worst: Row = {"ran": _what_runs(operation, run.device), "ulps": 0.0, "of_scale": 0.0, "wrong_integers": 0}
-    for size in AWKWARD:
-        args = MAKERS[name](Maker(size, dtype, run.device)).args
-        of_reference, of_kernel = cloned(args), cloned(args)
-        expected = tensors(operation.reference(*of_reference), of_reference)
-        got = tensors(operation(*of_kernel), of_kernel)
-        for errors in (error_of(one, other) for one, other in zip(got, expected, strict=True)):
-            worst |= {key: max(worst[key], value) for key, value in errors.items()}
-    return worst
 
 
 def _what_runs(operation: Operation, device: torch.device) -> str:
     reason = why_torch(operation.name, device)
     return "kernel" if reason is None else f"reference: {reason}"
-
-
-def cloned(value: Any) -> Any:
-    """A copy of arguments, strides kept as far as `clone` keeps them."""
-    if isinstance(value, list | tuple):
-        return type(value)(cloned(each) for each in value)
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def tensors(*values: Any) -> list[Tensor]:
-    """The tensors in values, however deep."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors(*value)
-    return found
-
-
-def error_of(got: Tensor, expected: Tensor) -> dict[str, float]:
-    """The largest error: in units in the last place and as a share of the largest value; integers that differ. A NaN
-    or an infinity that only one of both has counts as an error of 1e9."""
-    if not got.is_floating_point():
-        return {"wrong_integers": int((got != expected).sum())}
-    one, other = got.double(), expected.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    scale = float(torch.where(other.isfinite(), other.abs(), 0.0).max()) if other.numel() else 0.0
-    error = (one - other).abs().nan_to_num(nan=1e9, posinf=1e9).masked_fill(same, 0.0)
-    unit = torch.finfo(got.dtype).eps * 2.0 ** other.abs().clamp(min=max(NEAR_ZERO * scale, 1e-30)).log2().floor()
-    ulps = (error / unit).nan_to_num(nan=0.0)
-    return {"ulps": float(ulps.max()), "of_scale": float(error.max()) / scale if scale else 0.0}
 
 
 def speed(run: Run) -> Iterator[Task]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from .machine import machine
 from .matmuls import matmuls
-from .operations import accuracy, speed
+from .operations import speed
 from .quantized import quantized
 from .rivals import rivals, without_compiling
 from .rounds import captured, eager, of_shape, others
@@ -27,7 +27,6 @@ SECTIONS = (
     Section("rounds", "Captured rounds", 110, captured),
     Section("rivals", "The target without a drafter", 230, rivals),
     Section("eager", "Rounds that run eagerly, and what they ask of the host", 40, eager),
-    Section("accuracy", "Operations beside their references: the largest error", 60, accuracy),
     Section("speed", "Operations beside their references: milliseconds", 40, speed),
     Section("batches", "Batches, auto and sampling", 40, others),
     Section("matmuls", "torch's matmuls at the rows of a round", 30, matmuls),

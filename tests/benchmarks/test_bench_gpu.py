@@ -12,7 +12,6 @@ from on_gpu import Runner, rounds
 from on_gpu.floors import Floor
 from on_gpu.inputs import MAKERS
 from on_gpu.marked import Marked
-from on_gpu.operations import compared, error_of
 from on_gpu.report import table
 from on_gpu.rivals import STATIC_LIMIT
 from on_gpu.rounds import survival_of, timed
@@ -243,41 +242,6 @@ def test_processes_that_take_too_long_or_fail_are_told(monkeypatch, tmp_path):
 
 def test_every_operation_has_inputs():
     assert MAKERS.keys() == OPERATIONS.keys()
-
-
-class Wrong:
-    """`add_rms_norm` with an error of so large a share."""
-
-    name = "add_rms_norm"
-
-    def __init__(self, share: float):
-        self.reference = OPERATIONS["add_rms_norm"].reference
-        self.share = share
-
-    def __call__(self, *args):
-        normed, total = self.reference(*args)
-        return (normed.double() * (1 + self.share)).to(normed.dtype), total
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_errors_of_a_kernel_are_found(monkeypatch, dtype):
-    eps = torch.finfo(dtype).eps
-    monkeypatch.setitem(OPERATIONS, "add_rms_norm", Wrong(0.0))
-    assert compared(small_run(), "add_rms_norm", dtype)["ulps"] <= 1
-    monkeypatch.setitem(OPERATIONS, "add_rms_norm", Wrong(8 * eps))
-    assert 7 <= compared(small_run(), "add_rms_norm", dtype)["ulps"] <= 17
-
-
-def test_units_in_the_last_place():
-    one = torch.tensor([1.0, -3.0, 1e-9])
-    eps = torch.finfo(torch.float32).eps
-    assert error_of(one, one) == {"ulps": 0.0, "of_scale": 0.0}
-    assert error_of(one * torch.tensor([1 + eps, 1.0, 1.0]), one)["ulps"] == pytest.approx(1)
-    assert error_of(one + torch.tensor([0.0, 2 * eps, 0.0]), one)["ulps"] == pytest.approx(1), (
-        "of 2 to 4 a unit is 2 eps"
-    )
-    assert error_of(one * torch.tensor([1.0, 1.0, float("nan")]), one)["ulps"] > 1e9
-    assert error_of(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0])) == {"wrong_integers": 2}
 
 
 def test_floors_count_the_bytes_that_are_read():
