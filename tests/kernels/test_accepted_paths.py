@@ -73,8 +73,3 @@ def test_move_path(b, num_places, slots):
     move_path(stacks, starts, path, counts)
     for stack, each in zip(stacks, expected, strict=True):
         assert torch.equal(stack.nan_to_num(9.0), each.nan_to_num(9.0))
-
-
-def test_operation_is_as_it_is_declared():
-    args = *tree(2, 5, 2), torch.zeros(2, 6).long(), torch.zeros(2, 6).bool(), torch.ones(2, 1).long(), 6
-    torch.library.opcheck(accepted_path._op, args)

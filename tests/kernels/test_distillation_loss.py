@@ -7,7 +7,6 @@ from kernel_close import assert_matches
 from poison import Guarded, apart, turned
 
 from eagle31_hf.kernels.distillation_loss import TargetDistribution, distillation_loss
-from eagle31_hf.kernels.operation import OPERATIONS
 
 pytest.importorskip("triton")
 
@@ -172,8 +171,3 @@ def test_no_prediction():
     args = arguments(1, 1, 61)
     args[0], args[5], args[6] = args[0][:0], args[5][:0], args[6][:0]
     assert [tuple(each.shape) for each in distillation_loss.kernel()(*args)] == [(0,), (0,), (0,), (0, 61)]
-
-
-def test_operation_is_well_formed():
-    assert OPERATIONS["distillation_loss"] is distillation_loss
-    torch.library.opcheck(torch.ops.eagle31.distillation_loss.default, arguments(3, 2, 7, dtype=torch.bfloat16))

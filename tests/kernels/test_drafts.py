@@ -140,17 +140,3 @@ def test_best_tree_keeps_scores_of_all_magnitudes():
     for count in (1, 8, 40, 63):
         args = scores, parents, count
         assert_all_match(TREE_OUTPUTS, best_tree.kernel()(*args), best_tree.reference(*args))
-
-
-@pytest.mark.parametrize(
-    ("operation", "args"),
-    [
-        (likeliest_tokens, (torch.randn(2, 3, 20), 4, 0.5, torch.arange(20) * 2)),
-        (likeliest_tokens, (torch.randn(1, 1, 5).bfloat16(), 5, 1.0, None)),
-        (next_level, (*level(2, 3, 4), 5, 3)),
-        (best_tree, (*candidates(2, 3, 4, 3), 7)),
-    ],
-    ids=lambda each: getattr(each, "name", ""),
-)
-def test_operation_is_as_it_is_declared(operation, args):
-    torch.library.opcheck(operation._op, args)

@@ -104,11 +104,3 @@ def test_embeddings_are_rounded_to_the_dtype_of_the_state():
         embed_norms.kernel()(ids, t, weight[0], state, weight[0], 0.0) for t in (table, table.bfloat16())
     )
     assert torch.equal(out, of_rounded)
-
-
-def test_operations_are_well_formed():
-    ids, x, weight = torch.zeros(2, 3, dtype=torch.int64), torch.randn(2, 3, 8), torch.ones(8)
-    ops = torch.ops.eagle31
-    torch.library.opcheck(ops.add_rms_norm.default, (x, x * 2, weight, EPS))
-    torch.library.opcheck(ops.add_rms_norm.default, (x.transpose(0, 1), None, weight, EPS))
-    torch.library.opcheck(ops.embed_norms.default, (ids, torch.randn(5, 8), weight, x, weight, EPS))

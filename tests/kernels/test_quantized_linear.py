@@ -59,11 +59,6 @@ def test_every_value_of_fp8():
     assert torch.equal(quantized_linear.kernel()(*args), bits.view(torch.float8_e4m3fn).float().mT)
 
 
-def test_schema_and_shapes():
-    weight, scale = quantized(torch.randn(4, 5), "int8")
-    torch.library.opcheck(quantized_linear._op, (torch.randn(2, 3, 5), weight, scale, None))
-
-
 @pytest.mark.parametrize(("place", "dtype"), [("OF_BF16", torch.bfloat16), ("OF_FP16", torch.float16)])
 def test_every_value_of_fp8_has_its_place_in_16_bits(place, dtype):
     """What the instructions for NVIDIA's GPUs do, which the interpreter does not run, on all values but NaN."""

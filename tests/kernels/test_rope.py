@@ -149,13 +149,3 @@ def test_buffers_written_elsewhere_are_refused():
     bad = [turned(torch.zeros(1, 1, 9, 8, device=DEVICE))] * 2
     with pytest.raises(ValueError, match="last dimension"):
         rope_append.kernel()(shape.qkv(torch.float32), shape.rope(torch.float32), [], EPS, bad, at(0))
-
-
-def test_operations_are_well_formed():
-    shape = Shape(2, 3, 4, 2, 8, 6, 8)
-    qkv = [each.cpu() for each in shape.qkv(torch.float32)]
-    rope = [each.cpu() for each in shape.rope(torch.float32)]
-    kept, starts = [torch.zeros(2, 2, 9, 8) for _ in range(2)], torch.zeros(2, 1, dtype=torch.int64)
-    weights = [torch.ones(8) for _ in range(2)]
-    torch.library.opcheck(torch.ops.eagle31.rope_append.default, (qkv, rope, [], EPS, kept, starts))
-    torch.library.opcheck(torch.ops.eagle31.rope_append.default, (qkv, rope, weights, EPS, kept, starts))

@@ -262,14 +262,6 @@ def test_programs_suffice_for_one_sequence():
         assert num_splits(1, unshared, cut.slots) == 1
 
 
-def test_operation_is_well_formed():
-    shape = Shape(1, 2, 2, 1, 16, 7, 5)
-    q, keys, values, spans = drawn(shape, tree_spans(shape))
-    args = q, keys, values, spans[:, None], 0.5
-    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, args)
-    torch.library.opcheck(torch.ops.eagle31.tree_attention.default, (*args, 0.0, torch.zeros(2, device=DEVICE)))
-
-
 def test_what_is_not_a_number_in_a_seen_slot_shows():
     """In the reference: 0 in its place would be taken for an answer."""
     q, keys, values = (torch.randn(1, 1, count, 4) for count in (2, 6, 6))
