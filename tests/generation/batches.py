@@ -1,51 +1,15 @@
 """Batches for the tests: prompts of different lengths, what the target alone makes of them, and how they went along."""
 
 import torch
-from conftest import NO_SPECIAL_TOKENS, VOCAB, WIDTH, greedy_text
+from conftest import VOCAB, greedy_text
 from observers import speculate
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    LogitsProcessor,
-    MptConfig,
-    OPTConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-)
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel
 
 PAD = 6  # a token of its own right, so that padding that is not hidden changes the text
 FOREIGN = ([4], [9, 0, 7, 7, 1, 2, 2], [3, 3])  # prompts no drafter knows anything about
-
-# Targets beside those of conftest: alibi, which goes by row of the cache, and positions a model works out from the
-# mask.
-OTHERS = {
-    "bloom": (BloomConfig, {"hidden_size": WIDTH, "n_layer": 3, "n_head": 3}),
-    "mpt": (MptConfig, {"d_model": WIDTH, "n_heads": 3, "n_layers": 3, "max_seq_len": 128, "use_cache": True}),
-    "opt": (
-        OPTConfig,
-        {
-            "hidden_size": WIDTH,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
-            "ffn_dim": 40,
-            "word_embed_proj_dim": WIDTH,
-            "max_position_embeddings": 128,
-        },
-    ),
-}
-
-
-def build_other(kind: str) -> PreTrainedModel:
-    """One of OTHERS: see `conftest.build_target`."""
-    config_class, fields = OTHERS[kind]
-    torch.manual_seed(0)
-    config = config_class(
-        **{"vocab_size": VOCAB, "tie_word_embeddings": False, "initializer_range": 0.5} | NO_SPECIAL_TOKENS | fields
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def left_padded(prompts: list[list[int]], pad: int = PAD) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,10 @@
 """A batch with a drafter is the same batch without: sequence by sequence where they may go at their own pace, in
 lock-step where they may not. `test_cases.py` has what else is asked of batches."""
 
+import families
 import pytest
 import torch
-from batches import (
-    PAD,
-    Idle,
-    Notebook,
-    alone,
-    build_other,
-    keeps_step,
-    known_prompts,
-    left_padded,
-    mixed_prompts,
-    together,
-)
+from batches import PAD, Idle, Notebook, alone, keeps_step, known_prompts, left_padded, mixed_prompts, together
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
 from draftings import CHAIN, PER_SEQUENCE, TREE
@@ -88,7 +78,7 @@ def test_ids_of_32_bits(target, drafter):
 
 
 def test_positions_a_model_works_out_from_the_mask():
-    target = build_other("opt")
+    target = families.build_target("OPT", "eager")
     check(target, build_drafter(target), mixed_prompts(target), **TREE)
 
 
@@ -216,9 +206,9 @@ def test_sequences_keep_step_where_something_sees_them_together(target, drafter,
     assert keeps_step(stats)
 
 
-@pytest.mark.parametrize(("kind", "drafting"), [("bloom", TREE), ("mpt", CHAIN), ("mpt", {})])
+@pytest.mark.parametrize(("kind", "drafting"), [("BLOOM", TREE), ("MPT", CHAIN), ("MPT", {})])
 def test_sequences_keep_step_where_the_target_takes_no_masks_of_ours(kind, drafting):
-    target = build_other(kind)
+    target = families.build_target(kind, "eager")
     stats = check(target, build_drafter(target), known_prompts(target, 5, 9, 7), eos_token_id=7, **drafting)
     assert keeps_step(stats)
     check(target, build_drafter(target), mixed_prompts(target), **drafting)

@@ -1,10 +1,10 @@
 """Trees as the target reads them: the masks that verify them, and the cache they leave behind."""
 
+import families
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
 from conftest import TARGETS, VOCAB
-from other_targets import OTHER_TARGETS, build_other
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
 from eagle31_hf.cache.adopt import keep_paths, slots
@@ -20,8 +20,8 @@ IDS = torch.tensor([[8, 3, 7, 1, 1, 4, 9, 0, 5, 2]])  # of all nodes, the root f
 TREE = DraftTokens.tree(IDS[:, 1:], torch.tensor([[0, 0, 1, 2, 2, 3, 4, 6, 8]]), depth=5)
 BRANCH = [0, 1, 3, 6, 8]  # an accepted path
 VERIFIED = [(kind, attention) for kind in TARGETS for attention in ("eager", "sdpa")] + [
-    ("deepseek", "eager"),
-    ("falcon", "eager"),
+    ("DeepSeek-V3 (MLA)", "eager"),
+    ("Falcon, rope", "eager"),
 ]
 
 
@@ -32,7 +32,7 @@ VERIFIED = [(kind, attention) for kind in TARGETS for attention in ("eager", "sd
 def test_a_tree_is_read_as_its_paths_are(make_target, kind, attention, length, padding):
     """Logits at every node; and after one path was kept, those of two more tokens, the second in the cache as it is
     given back."""
-    target = build_other(kind) if kind in OTHER_TARGETS else make_target(kind, attention)
+    target = (make_target if kind in TARGETS else families.build_target)(kind, attention)
     text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
     past = DynamicCache(config=target.config)
     mask = (torch.arange(padding + length) >= padding).long()[None]

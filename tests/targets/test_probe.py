@@ -1,13 +1,15 @@
 """What is tried of a target before it verifies anything: trees, and errors that are not the target's; and attentions,
 beside which nothing is drafted."""
 
+from copy import deepcopy
+
+import families
 import pytest
 import torch
 from close import assert_close
 from conftest import TARGETS, build_drafter, build_target
 from observers import InterruptError, speculate
-from other_targets import OTHER_TARGETS, OTHERS, build_other
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eagle31_hf import track_acceptance
 from eagle31_hf.targets import probe
@@ -20,18 +22,12 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 6}
 WAYS = {"chain": {"num_assistant_tokens": 5}, "tree": {"num_assistant_tokens": 3, "draft_tree_top_k": 3}, "auto": {}}
 
 
-def build_falcon(attention: str):
-    config_class, fields = OTHER_TARGETS["falcon"]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation=attention).eval()
-
-
 @pytest.mark.parametrize(
     ("num_prompts", "way", "returns_dict"), [(1, "chain", True), (2, "tree", True), (1, "auto", False)]
 )
 def test_a_target_whose_attentions_would_see_the_drafts(num_prompts, way, returns_dict):
     """Falcon's own code for attentions adds sdpa's boolean mask: a token then sees the drafts after it."""
-    target = build_falcon("sdpa")
+    target = families.build_target("Falcon, rope", "sdpa")
     drafter = build_drafter(target)
     inputs = {"input_ids": IDS} if num_prompts == 1 else {"input_ids": PROMPTS, "attention_mask": MASK}
     asked = GREEDY | {"output_attentions": True, "return_dict_in_generate": returns_dict}
@@ -51,25 +47,22 @@ def test_a_target_whose_attentions_would_see_the_drafts(num_prompts, way, return
 # --- trees ---
 
 TAKEN = [
-    *((kind, torch.float32) for kind in (*TARGETS, "falcon", "deepseek")),
+    *((kind, torch.float32) for kind in (*TARGETS, "Falcon, rope", "DeepSeek-V3 (MLA)")),
     *((kind, torch.bfloat16) for kind in ("llama", "gemma3_window_8")),
 ]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), TAKEN, ids=[f"{kind}-{dtype}" for kind, dtype in TAKEN])
 def test_targets_that_take_trees(logged_by_probe, kind, dtype):
-    target = build_other(kind) if kind in OTHER_TARGETS else build_target(kind)
-    try:
-        assert probe.why_no_trees(target.to(dtype)) is None
-    finally:
-        target.float()
+    target = build_target(kind).to(dtype) if kind in TARGETS else families.build_target(kind, "eager")
+    assert probe.why_no_trees(target) is None
     assert logged_by_probe == []
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon_alibi"])
+@pytest.mark.parametrize("kind", ["BLOOM", "MPT", "Falcon, alibi"])
 def test_targets_that_do_not(logged_by_probe, prompt, kind):
     """Positions counted by slot: they fall back to chains, and say so once."""
-    target = build_other(kind)
+    target = families.build_target(kind, "eager")
     drafter = build_drafter(target)
     greedy = {"max_new_tokens": 16, "do_sample": False}
     chain, chain_stats = speculate(target, drafter, prompt, num_assistant_tokens=5, **greedy)
@@ -142,10 +135,10 @@ def test_the_self_test_runs_once_and_draws_no_random_numbers(logged_by_probe, pr
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("order", [("falcon", "falcon_alibi"), ("falcon_alibi", "falcon")], ids="-".join)
+@pytest.mark.parametrize("order", [("Falcon, rope", "Falcon, alibi"), ("Falcon, alibi", "Falcon, rope")], ids="-".join)
 def test_a_verdict_is_not_that_of_another_config(logged_by_probe, order):
     for kind in order:
-        assert (probe.why_no_trees(build_other(kind)) is None) == (kind == "falcon")
+        assert (probe.why_no_trees(families.build_target(kind, "eager")) is None) == (kind == "Falcon, rope")
 
 
 # --- rounding ---
@@ -173,11 +166,8 @@ def test_in_low_precision_a_tree_may_be_as_coarse_as_a_sequence(logged_by_probe,
 
 
 def test_in_low_precision_a_wrong_mask_is_found(logged_by_probe):
-    target = build_other("mpt")
-    try:
-        assert "differ from those over its paths" in probe.why_no_trees(target.bfloat16())
-    finally:
-        target.float()
+    target = deepcopy(families.build_target("MPT", "eager")).bfloat16()
+    assert "differ from those over its paths" in probe.why_no_trees(target)
 
 
 # --- errors that are not the target's ---
@@ -231,8 +221,7 @@ def test_a_hook_that_goes_on_failing_is_not_remembered(logged_by_probe):
 
 
 def test_a_target_that_refuses_trees_says_so_once(logged_by_probe):
-    config_class, fields = OTHER_TARGETS["falcon_alibi"]
-    target = AutoModelForCausalLM.from_config(config_class(**OTHERS | fields), attn_implementation="eager").eval()
+    target = families.build_target("Falcon, alibi", "eager")
     for _ in range(3):
         assert "its forward refuses a tree" in probe.why_no_trees(target)
     assert len(logged_by_probe) == 1
