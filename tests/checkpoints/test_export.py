@@ -469,14 +469,6 @@ def test_options_with_a_loaded_drafter_are_refused(options, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{"norm_outptu": True}, {"destinaton": "x"}])
-def test_an_option_nobody_knows_is_refused(options, tmp_path):
-    LAYOUTS["specforge"].write(tmp_path / "source")
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*expected fields of Eagle31Config"):
-        export_checkpoint(tmp_path / "source", tmp_path / "exported", **options)
-    assert not (tmp_path / "exported").exists()
-
-
 def test_options_decide_what_is_ambiguous(tmp_path):
     LAYOUTS["gpt_oss_v3"].write(tmp_path / "source")
     with pytest.raises(ValueError, match="aux_layer_convention"):

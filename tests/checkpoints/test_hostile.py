@@ -11,6 +11,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -655,7 +656,8 @@ def test_a_misspelt_field_of_a_native_config_is_told(folder):
 
 def test_a_misspelt_argument_is_refused_with_the_nearest_name(folder):
     replace(LAYOUTS["native"], shards=1).write(folder)
-    for way in (Eagle31DrafterModel.from_pretrained, AutoModel.from_pretrained, convert_checkpoint):
+    export = partial(export_checkpoint, destination=folder.parent / "exported")
+    for way in (Eagle31DrafterModel.from_pretrained, AutoModel.from_pretrained, convert_checkpoint, export):
         with pytest.raises(
             ValueError, match=r"got norm_ouput; expected fields of Eagle31Config.*: did you mean norm_output"
         ):
