@@ -350,8 +350,12 @@ def prompt() -> Tensor:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One letter a token, as many as targets have ids: "a" is 0."""
-    backend = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(VOCAB)}))
+    return letters()
+
+
+def letters(vocab_size: int = VOCAB, **options) -> PreTrainedTokenizerFast:
+    """One letter a token: "a" is 0. `options`: of a `WordLevel` model, as `unk_token`."""
+    backend = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(vocab_size)}, **options))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -22,10 +22,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import VOCAB, build_drafter, build_target
+from conftest import build_drafter, build_target, letters
 from huggingface_hub import constants
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.checkpoints import export_checkpoint
 from eagle31_hf.cli import COMMANDS, main, parser
@@ -193,7 +191,7 @@ class World:
         self.made.mkdir(parents=True)
         target = build_target()
         target.save_pretrained(self.made / "target")
-        letters().save_pretrained(self.made / "target")
+        letters(unk_token="k").save_pretrained(self.made / "target")
         build_drafter(target).save_pretrained(self.made / "drafter")
         build_drafter(target, "eagle3").save_pretrained(self.made / "eagle3")
         export_checkpoint(str(self.made / "eagle3"), self.made / "foreign", "speculators")
@@ -241,12 +239,6 @@ class World:
         ]
         (own / "file").write_text("mine")
         return [*map(str, sorted(self.made.iterdir())), *map(str, new), "new", "."]
-
-
-def letters() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(VOCAB)}, unk_token="k"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def drawn_command(random_state: random.Random) -> tuple[list[str], list[argparse.Action]]:

@@ -3,8 +3,7 @@
 import json
 from functools import partial
 
-from conftest import build_drafter, build_target
-from fuzz_commands import VOCAB, letters
+from conftest import VOCAB, build_drafter, build_target, letters
 
 from eagle31_hf.reports.drift_study import DriftStudy
 from eagle31_hf.reports.prompts import Prompts, Renderer
@@ -19,7 +18,7 @@ def tiny_prompts(folder, count=4):
     path = folder / "prompts.jsonl"
     rows = [[(i * 7 + k * 3) % 11 for k in range(9 + i)] for i in range(count)]
     path.write_text("".join(json.dumps({"input_ids": row, "answers": [0] * len(row)}) + "\n" for row in rows))
-    renderer = Renderer(letters(), 16, VOCAB, {})
+    renderer = Renderer(letters(unk_token="k"), 16, VOCAB, {})
     return Prompts(str(path), renderer, count, 160, SETTINGS["max_new_tokens"])
 
 

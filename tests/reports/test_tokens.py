@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import build_drafter, build_target
-from fuzz_commands import letters
+from conftest import build_drafter, build_target, letters
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -20,20 +19,20 @@ def drafts_of(shown: dict) -> list[tuple[str, int, bool]]:
 
 
 def test_a_chain_is_accepted_up_to_the_first_that_differs():
-    shown = shown_round(Round([[0, 1, 9]], [2], [[0, 1, 2, 9]], None), letters())
+    shown = shown_round(Round([[0, 1, 9]], [2], [[0, 1, 2, 9]], None), letters(unk_token="k"))
     assert (shown["accepted"], shown["bonus"]) == (["a", "b"], "j")
     assert drafts_of(shown) == [("a", 1, True), ("b", 2, True), ("c", 3, False), ("j", 4, False)]
 
 
 def test_a_tree_is_shown_branch_by_branch():
     """The root's children are a and b; b was accepted, and of its children d; a token is not accepted off the path."""
-    shown = shown_round(Round([[1, 3, 5]], [2], [[0, 1, 3, 3, 4]], [[0, 0, 1, 2, 2]]), letters())
+    shown = shown_round(Round([[1, 3, 5]], [2], [[0, 1, 3, 3, 4]], [[0, 0, 1, 2, 2]]), letters(unk_token="k"))
     assert drafts_of(shown) == [("a", 1, False), ("d", 2, False), ("b", 1, True), ("d", 2, True), ("e", 2, False)]
     assert (shown["accepted"], shown["bonus"]) == (["b", "d"], "f")
 
 
 def test_a_draft_that_ends_the_text_leaves_no_bonus_token():
-    shown = shown_round(Round([[0, 1]], [2], [[0, 1, 2]], None), letters())
+    shown = shown_round(Round([[0, 1]], [2], [[0, 1, 2]], None), letters(unk_token="k"))
     assert (shown["accepted"], shown["bonus"]) == (["a", "b"], None)
 
 

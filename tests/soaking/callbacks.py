@@ -5,15 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from conftest import letters
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 
@@ -209,7 +203,7 @@ class TextStreamer(TextIteratorStreamer):
     """transformers' own; every piece of text it hands on is noted."""
 
     def __init__(self, setting: Setting):
-        super().__init__(tokenizer(setting.vocab_size))
+        super().__init__(letters(setting.vocab_size))
         self.setting = setting
 
     def put(self, value: Tensor) -> None:
@@ -220,14 +214,6 @@ class TextStreamer(TextIteratorStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.setting.notes.note("streamer", (text, stream_end))
         super().on_finalized_text(text, stream_end)
-
-
-def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One letter a token, "A" is 0."""
-    backend = Tokenizer(models.WordLevel({chr(ord("A") + i): i for i in range(vocab_size)}))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
 def processors(*kinds: type[Processor]):
@@ -281,10 +267,10 @@ STOPS = {
     "several ends": lambda setting: {"eos_token_id": sorted({setting.token() for _ in range(3)})},
     "stop string": lambda setting: {
         "stop_strings": [
-            chr(ord("A") + setting.token()) + chr(ord("A") + setting.token()),
-            chr(ord("A") + setting.token()),
+            chr(ord("a") + setting.token()) + chr(ord("a") + setting.token()),
+            chr(ord("a") + setting.token()),
         ],
-        "tokenizer": tokenizer(setting.vocab_size),
+        "tokenizer": letters(setting.vocab_size),
     },
     "stop string and end": lambda setting: STOPS["stop string"](setting) | {"eos_token_id": setting.token()},
     "time": lambda setting: {"max_time": 3600.0},
