@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretend import LAUNCHES, WAITS, Held, accelerator, moved
+from captured_nodes import FEW, SIZES, models
+from pretend import LAUNCHES, WAITS, Held, accelerator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eagle31_hf import Eagle31Config, Eagle31DrafterModel, track_acceptance
+from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.generation.planning.controller import LevelController
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from synthetic import MARK, synthetic_decoding
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 512,
-}  # fmt: skip
 LAYERS = 32  # of the Llama whose launches are told
-FEW, MORE = 4, 6  # layers of those that are run
+MORE = 6  # layers of those that are run, or FEW
 SURVIVAL = tuple(0.75 ** (depth + 1) for depth in range(12))
 CHAIN = {"num_assistant_tokens": 5}
 TREE = {"num_assistant_tokens": 5, "draft_tree_top_k": 4, "draft_tree_total_tokens": 16}
@@ -47,17 +43,6 @@ LAUNCHES_TOLD = ("chain", "tree")
 PROMPT_TOKENS, WARM = 12, 3
 SHORT, LONG = 6, 12  # the difference of two texts leaves out what is done once a call
 LONGER = 24  # where launches are told, which are not those of every round, and of auto, whose rounds the clock decides
-
-
-def models(num_layers: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Eagle31DrafterModel]:
-    """A target of so many layers that ends no text, and a drafter, both random, on the pretend device."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_hidden_layers=num_layers, eos_token_id=None, pad_token_id=0)
-    target = AutoModelForCausalLM.from_config(config).eval().to(dtype)
-    setattr(target, MARK, True)
-    config = Eagle31Config(**SIZES, draft_vocab_size=256, aux_hidden_state_layer_ids=[1, 2, 3])
-    drafter = Eagle31DrafterModel(config).eval().to(dtype)
-    return moved(target), moved(drafter)
 
 
 def counts(target: Any, drafter: Eagle31DrafterModel, way: str, num_tokens: int) -> tuple[Counter, Counter]:
@@ -106,7 +91,9 @@ def by_round(target: Any, drafter: Eagle31DrafterModel, way: str) -> dict[str, A
 def figures() -> dict[str, dict[str, Any]]:
     """Returns what a round of every way takes: {way: {"waits", "launches", "decisions", "lines"}}."""
     with accelerator():
-        pair, larger = models(FEW), models(MORE)
+        pair, larger = (models("Llama", depth, torch.bfloat16, "eagle31") for depth in (FEW, MORE))
+        for target, _ in (pair, larger):
+            setattr(target, MARK, True)
         found = {way: by_round(*pair, way) for way in WAYS}
         for way in LAUNCHES_TOLD:
             of_a_layer = (by_round(*larger, way)["launches"] - found[way]["launches"]) / (MORE - FEW)
@@ -120,7 +107,7 @@ def with_inputs_on_the_host() -> dict[str, tuple[list, list]]:
     processors = {"min_new_tokens": 4, "eos_token_id": 3, "bad_words_ids": [[7], [8, 9]], "repetition_penalty": 1.2}
     ways = {"chain": CHAIN, "tree": TREE, "text": CHAIN | {"prompt_lookup_num_tokens": 5}}
     with accelerator():
-        target, drafter = models(FEW, torch.float32)
+        target, drafter = models("Llama", FEW, torch.float32, "eagle31")
         ids = torch.randint(10, SIZES["vocab_size"], (2, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
