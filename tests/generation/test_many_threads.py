@@ -4,12 +4,15 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from close import assert_close
 from draftings import DRAFTINGS
+from families import build_drafter, build_target
 from observers import num_hooks, speculate
 
 from eagle31_hf import AcceptanceStats, track_acceptance
+from eagle31_hf.cache.states import HAS_METHODS
 
 NUM_THREADS, NUM_CALLS, LENGTH = 8, 50, 9
 GREEDY = {"max_new_tokens": LENGTH, "do_sample": False}
@@ -30,14 +33,18 @@ def counts(stats: AcceptanceStats) -> tuple:
     )
 
 
-def test_every_call_says_and_counts_what_it_does_alone(make_target, make_drafter):
+with_states = pytest.mark.skipif(not HAS_METHODS, reason="transformers before 5.21 reads states in another way")
+PAIRS = [("Qwen3", NUM_CALLS), *(pytest.param(name, 15, marks=with_states) for name in ("Qwen3-Next", "Jamba"))]
+
+
+@pytest.mark.parametrize(("name", "num_calls"), PAIRS)
+def test_every_call_says_and_counts_what_it_does_alone(name, num_calls):
     """Caches, masks' placements, captured states, random numbers and statistics belong to a call; only what auto learns
     is shared."""
-    target = make_target("qwen3")
-    drafter = make_drafter(target)
+    target, drafter = build_target(name, "eager"), build_drafter(name)
     alone = [speculate(target, drafter, prompt, **DRAFTINGS[way], **GREEDY) for prompt, way in REQUESTS]
     plain = [target.generate(prompt, **GREEDY) for prompt, _ in REQUESTS]
-    order = [i % len(REQUESTS) for i in range(NUM_CALLS)]
+    order = [i % len(REQUESTS) for i in range(num_calls)]
     random.Random(0).shuffle(order)
 
     def serve(i: int):

@@ -3,7 +3,6 @@ decoding's is shown with all other families."""
 
 import copy
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 
 import pytest
@@ -135,21 +134,6 @@ def test_after_an_error_in_a_later_prompt_the_cache_is_as_it_was(name):
     after = held(cache)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], value) for key, value in before.items())
-
-
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba"])
-def test_threads_that_share_a_target_do_not_see_each_other(name):
-    target, drafter, prompt = target_of(name), build_drafter(name), torch.tensor(PROMPT)
-    alone = target.generate(prompt, max_new_tokens=14, do_sample=False)
-
-    def texts(count: int) -> list[torch.Tensor]:
-        given = {"assistant_model": drafter, "max_new_tokens": 14, "do_sample": False, **CHAIN}
-        return [target.generate(prompt, **given) for _ in range(count)]
-
-    with ThreadPoolExecutor(3) as pool:
-        found = [text for of_thread in pool.map(texts, [2] * 3) for text in of_thread]
-    assert len(found) == 6
-    assert all(torch.equal(text, alone) for text in found)
 
 
 @pytest.mark.parametrize(
