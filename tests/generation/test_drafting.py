@@ -106,24 +106,6 @@ def test_states_are_joined_and_shortened_sequence_by_sequence():
     assert entries(AuxStates.joined([whole, second])) == [[0, 1, 2, 3], [6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_proposes_what_the_model_says_without_a_cache(target, make_drafter, text, states, name):
-    drafter = make_drafter(target, name)
-    ids = propose(start(drafter), text, states, 0, 9, Plan(3)).ids
-    out = drafter(text[:, 1:10], target_hidden_states=states[:, :9], use_cache=True)
-    for i in range(3):
-        logits = out.logits[:, -1, : drafter.config.draft_vocab_size if drafter.d2t is not None else VOCAB]
-        choice = logits.argmax(-1, keepdim=True)
-        choice = choice if drafter.d2t is None else drafter.draft_to_target_ids()[choice]
-        assert_close(f"draft {i}", ids[:, i : i + 1], choice)
-        out = drafter(
-            choice,
-            hidden_states=out.last_hidden_state[:, -1:],
-            position_ids=torch.tensor([[9 + i]]),
-            past_key_values=out.past_key_values,
-        )
-
-
 PROCESSED = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]
 
 

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.packing import Collator, PackedExamples, pack
 
 WIDTH = 3
@@ -101,17 +100,6 @@ def test_states_are_padded_with_zeros():
         "states": torch.bfloat16,
         "last_states": torch.bfloat16,
     }
-
-
-@pytest.mark.parametrize("depth", range(3))
-def test_packed_and_padded_texts_are_supervised_as_alone(depth):
-    """No position is in the padding, and no chain crosses two documents."""
-    texts = [example(length, length) for length in (7, 9, 20)]
-    batch = Collator()([texts[:2], texts[2]])
-    kept = loss_mask(batch["answers"], depth, documents=batch["documents"])
-    alone = [loss_mask(text["answers"][None], depth)[0].nonzero().flatten() for text in texts]
-    torch.testing.assert_close(kept[0].nonzero().flatten(), torch.cat([alone[0], 7 + alone[1]]))
-    torch.testing.assert_close(kept[1].nonzero().flatten(), alone[2])
 
 
 @pytest.mark.parametrize(
