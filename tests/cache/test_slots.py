@@ -1,5 +1,5 @@
-"""A cache within `slots` holds what the stock layers would hold, at less copying, and gives it back as the target alone
-leaves it.
+"""A cache within `slots` holds what the stock layers would hold, at less copying, and gives it back as stock layers.
+What calls of `generate` leave in it is compared in `generation/test_cases.py`.
 
 B sequences, R tokens written at once, H heads, D head size.
 """
@@ -9,10 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from close import TARGET_FORWARD, assert_close
+from close import assert_close
 from committed import commit_of, keep
-from conftest import TARGETS, greedy_text
-from draftings import CACHES, DRAFTINGS, steady_clock
+from draftings import DRAFTINGS, steady_clock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, cache_utils
@@ -43,7 +42,6 @@ LAYERS = {
     "static": lambda: StaticLayer(LIMIT),
     "static_sliding": lambda: StaticSlidingWindowLayer(LIMIT, WINDOW),
 }
-STEPS = {"return_dict_in_generate": True, "output_logits": True}
 
 
 def states(num_sequences: int, count: int) -> tuple[Tensor, Tensor]:
@@ -341,55 +339,6 @@ def test_a_fixed_buffer_is_the_callers_and_never_moves():
 # --- given back ---
 
 
-def decode(target, drafter, prompt: Tensor, past: Cache, drafting: str | None, count: int = 17):
-    """What generate says, with a drafter or without, going on from the cache."""
-    knobs = {} if drafting is None else {"assistant_model": drafter, **DRAFTINGS[drafting]}
-    with steady_clock(target, drafter):
-        return target.generate(prompt, past_key_values=past, max_new_tokens=count, do_sample=False, **STEPS, **knobs)
-
-
-# every target in every cache, each of them with every way to draft; half of the caches filled by an earlier turn
-LEFT = [
-    (kind, cache, [*DRAFTINGS][(i + j) % len(DRAFTINGS)], 11 * ((i + j) % 2))
-    for i, kind in enumerate(TARGETS)
-    for j, cache in enumerate(CACHES)
-]
-
-
-@pytest.mark.parametrize(("kind", "cache", "drafting", "filled"), LEFT)
-def test_a_callers_cache_is_left_as_the_target_alone_leaves_it(
-    make_target, make_drafter, kind, cache, drafting, filled
-):
-    """Layers of the same classes, of the same length, with the same keys; and a conversation goes on from them with the
-    same words."""
-    target = make_target(kind)
-    drafter, text = make_drafter(target), greedy_text(target)[:, :13]
-    ours, alone = CACHES[cache](target.config), CACHES[cache](target.config)
-    for past in (ours, alone):
-        if filled:
-            target(text[:, :filled], past_key_values=past)
-    layers = ours.layers
-    got, expected = decode(target, drafter, text, ours, drafting), decode(target, drafter, text, alone, None)
-    assert_close("text", got.sequences, expected.sequences)
-    assert_close("logits", got.logits, expected.logits, TARGET_FORWARD)
-    assert ours.layers is layers
-    assert_same_cache(ours, alone, got.sequences.shape[1] - 1)
-    more = torch.cat((got.sequences, torch.tensor([[4, 9, 1]])), dim=1)
-    turns = [decode(target, drafter, more, past, None, count=9).sequences for past in (ours, alone)]
-    assert_close("next turn", *turns)
-
-
-def assert_same_cache(ours: Cache, alone: Cache, length: int) -> None:
-    for i, (layer, expected) in enumerate(zip(ours.layers, alone.layers, strict=True)):
-        assert type(layer) is type(expected)
-        assert int(layer.get_seq_length()) == int(expected.get_seq_length()) == length
-        assert layer.is_sliding == expected.is_sliding
-        # what comes after the end is for the mask to hide
-        held = slice(0, length) if type(layer) is StaticLayer else slice(None)
-        assert_close(f"keys of layer {i}", layer.keys[:, :, held], expected.keys[:, :, held], TARGET_FORWARD)
-        assert_close(f"values of layer {i}", layer.values[:, :, held], expected.values[:, :, held], TARGET_FORWARD)
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("filled", [0, 9], ids=["empty", "filled"])
 def test_layers_come_back_also_on_error(kind, filled):
@@ -445,7 +394,8 @@ def test_layers_made_on_the_way_are_stock_layers(make_target, make_drafter, prom
     """A `DynamicCache()` makes its layers when a forward asks for them, during the call and after it."""
     target = make_target()
     past = DynamicCache()
-    decode(target, make_drafter(target), prompt, past, "chain")
+    knobs = {"assistant_model": make_drafter(target), "max_new_tokens": 17, **DRAFTINGS["chain"]}
+    target.generate(prompt, past_key_values=past, do_sample=False, **knobs)
     assert {type(layer) for layer in past.layers} == {DynamicLayer}
     assert past.layer_class_to_replicate is DynamicLayer
     assert len(past.layers) == target.config.num_hidden_layers

@@ -89,7 +89,12 @@ OUTPUTS: dict[str, Case] = {
 }
 CACHES: dict[str, Case] = {
     "static": case(tuple(TARGETS), ("chain", "tree", "auto"), cache="static"),
-    "own": case(tuple(TARGETS), cache="own", stop="end"),
+    **{
+        cache: case(tuple(TARGETS), ("chain", "tree", "auto"), cache=cache, outputs="logits", stop="end")
+        for cache in ("own", "own, no config", "own, static")
+    },
+    "chunks": case(tuple(TARGETS), ("chain", "tree", "auto"), cache="chunks"),
+    "conversation, chunks": case(("llama", *WINDOWED), cache="conversation, chunks"),
     "conversation": case(tuple(TARGETS), ("chain", "tree"), cache="conversation", stop="end"),
     "conversation, static": case(("qwen3", *WINDOWED), ("chain", "tree", "auto"), cache="conversation, static"),
     "conversation, dict": case(tuple(TARGETS), cache="conversation, dict", stop="end"),

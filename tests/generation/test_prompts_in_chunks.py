@@ -6,9 +6,9 @@ B sequences, L tokens of the prompt, n captured layers of width ht.
 import pytest
 import torch
 from close import TARGET_FORWARD, assert_close
-from conftest import REREADS_IN_CHUNKS, WIDTH, build_drafter, build_target, greedy_text
+from conftest import WIDTH, build_drafter, build_target, greedy_text
 from draftings import DRAFTINGS, steady_clock
-from observers import num_hooks, speculate
+from observers import speculate
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,43 +85,6 @@ def held(monkeypatch) -> list[int]:
 
 
 # --- the same text ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "size"),
-    [("llama", "chain", 1), ("gemma3_window_8", "tree", 3), ("llama", "tree", 13), ("gemma3_window_8", "auto", 50)],
-)
-def test_text_is_that_of_the_target_alone(make_target, make_drafter, kind, way, size):
-    target = make_target(kind)
-    prompt, drafter = greedy_text(target)[:, :13], make_drafter(target)
-    with steady_clock(target, drafter):
-        output, stats = speculate(target, drafter, prompt, prefill_chunk_size=size, **knobs(way))
-    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
-    assert sum(stats.accepted_per_round) > 0
-    assert num_hooks(target) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "size"), [("qwen3", "auto", 1), ("mistral_window_8", "chain", 3), ("qwen3", "tree", 50)]
-)
-def test_a_batch_with_padding(make_target, make_drafter, kind, way, size):
-    """The first chunks of a sequence may be padding alone, which is not read."""
-    target = make_target(kind)
-    drafter, common = make_drafter(target), {"attention_mask": MASK, "pad_token_id": 0}
-    with steady_clock(target, drafter):
-        output, stats = speculate(target, drafter, PADDED, prefill_chunk_size=size, **common, **knobs(way))
-    assert_close("text", output, target.generate(PADDED, max_new_tokens=15, do_sample=False, **common))
-    assert sum(stats.accepted_per_round) > 0
-
-
-@pytest.mark.skipif(REREADS_IN_CHUNKS, reason="transformers itself then runs the cached tokens once more")
-@pytest.mark.parametrize("cached", [1, 7, 12])
-def test_behind_a_cache_from_an_earlier_turn(target, drafter, cached):
-    """Only what the cache does not hold is cut into chunks, and only that is read."""
-    prompt = greedy_text(target)[:, :13]
-    past = target(prompt[:, :cached]).past_key_values
-    output, _ = speculate(target, drafter, prompt, past_key_values=past, prefill_chunk_size=3, **knobs("chain"))
-    assert_close("text", output, target.generate(prompt, max_new_tokens=15, do_sample=False))
 
 
 def test_with_a_static_cache(target, drafter):
