@@ -1,8 +1,10 @@
-"""A server's load: eight threads take fifty requests from one list, for one target and one drafter."""
+"""Threads share a target and a drafter: eight that take fifty requests from one list, others that use the target
+otherwise, and two with targets of their own."""
 
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -82,3 +84,42 @@ def test_one_tracker_counts_all_threads_that_share_it(target, drafter, prompt):
     assert stats.drafted_per_position == [16 * count for count in alone.drafted_per_position]
     assert stats.accepted_per_position == [16 * count for count in alone.accepted_per_position]
     assert Counter(stats.accepted_per_round) == Counter(alone.accepted_per_round * 16)
+
+
+def at_once(functions):
+    """Runs all at the same time, in threads of their own."""
+    barrier = Barrier(len(functions))
+
+    def run(function):
+        torch.set_num_threads(1)
+        barrier.wait(timeout=60)
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(run, functions))
+
+
+DRAFTED = {"max_new_tokens": 20, "do_sample": False, "num_assistant_tokens": 5}
+ALONE = {"max_new_tokens": 20, "do_sample": False}
+
+
+def test_beside_threads_that_use_the_target_otherwise(target, drafter, prompt):
+    """Their forwards pass the same hooks."""
+    expected, expected_stats = speculate(target, drafter, prompt, **DRAFTED)
+    functions = [
+        lambda: speculate(target, drafter, prompt, **DRAFTED),
+        lambda: (target.generate(prompt, **ALONE), None),
+        lambda: (target.generate(prompt.repeat(3, 1), **ALONE)[1:2], None),
+    ]
+    for i, (text, stats) in enumerate(at_once(functions)):
+        assert_close(f"text {i}", text, expected)
+        assert stats is None or stats.accepted_per_round == expected_stats.accepted_per_round
+
+
+def test_two_targets_at_once(make_target, make_drafter, prompt):
+    """They share one drafter that borrows its embedding: drafts may suffer, texts may not."""
+    targets = make_target("llama"), make_target("llama", rms_norm_eps=1e-3)
+    drafter = make_drafter(targets[0])
+    results = at_once([lambda target=target: speculate(target, drafter, prompt, **DRAFTED)[0] for target in targets])
+    for i, (text, target) in enumerate(zip(results, targets, strict=True)):
+        assert_close(f"text of target {i}", text, target.generate(prompt, **ALONE))
