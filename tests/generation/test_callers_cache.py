@@ -1,5 +1,5 @@
 """The caller's cache after a call that ended by an error: a refused call leaves it as it was, bit for bit, one that
-failed later with the tokens that were accepted.
+failed later with the tokens that were accepted (`test_cases.py` has those).
 
 H tokens that the cache holds of an earlier turn.
 """
@@ -7,19 +7,17 @@ H tokens that the cache holds of an earlier turn.
 import copy
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import families
 import pytest
 import torch
 from close import assert_close
-from conftest import REREADS_IN_CHUNKS, build_drafter, build_target
+from conftest import build_drafter, build_target
 from draftings import CACHES, DRAFTINGS, steady_clock
-from observers import InterruptError, Puts, raise_at
 from torch import Tensor
-from transformers import Cache, DynamicCache, LogitsProcessorList, StaticCache, StoppingCriteriaList
+from transformers import Cache, DynamicCache, StaticCache, StoppingCriteriaList
 
-from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.cache.layer import CacheFullError
 from eagle31_hf.errors import DraftingRefusedError
 from eagle31_hf.targets.layers import decoder_layers
@@ -272,94 +270,7 @@ def test_a_text_that_ends_in_time(make_target, make_drafter, drafting):
         assert_close("text", target.generate(**request, assistant_model=drafter, **DRAFTINGS[drafting]), expected)
 
 
-# --- calls that fail ---
-
-
-def failing(place: str, call: int, target) -> tuple[dict[str, Any], Any]:
-    """Arguments of `generate` that have it fail in a place, at the `call`-th call, and the handle of a hook."""
-    if place == "processor":
-        return {"logits_processor": LogitsProcessorList([raise_at(call, lambda ids, scores: scores)])}, None
-    if place == "streamer":
-        streamer = Puts()
-        streamer.put = raise_at(call)
-        return {"streamer": streamer}, None
-    layer = decoder_layers(target)[1]
-    return {}, layer.register_forward_pre_hook(raise_at(call))
-
-
-def assert_goes_on(target, past: Cache, fresh: Cache, text: Tensor) -> None:
-    """The layers agree, and the target goes on from them as from a cache that has just read as much."""
-    length = int(past.get_seq_length())
-    lengths = {int(layer.get_seq_length()) for layer in past.layers if hasattr(layer, "get_seq_length")}
-    assert lengths <= {length}
-    if length:
-        target.generate(text[:, :length], past_key_values=fresh, max_new_tokens=1, do_sample=False)
-    ours, expected = (
-        target.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=6, do_sample=False)
-        for cache in (past, fresh)
-    )
-    assert_close("text from there", ours, expected)
-
-
-class Fault(NamedTuple):
-    """Where a call fails, at which time, and how it drafts and reads its prompt."""
-
-    place: str
-    call: int
-    drafting: str = "chain"
-    chunk: int | None = None
-
-
-def fail_and_go_on(target, drafter: Eagle31DrafterModel, make_cache: Callable, num_held: int, fault: Fault):
-    """Decodes until it fails. What was accepted is a beginning of the text that the target alone says."""
-    if num_held and fault.chunk and REREADS_IN_CHUNKS:
-        pytest.skip("transformers itself then runs the cached tokens once more")
-    past = filled(target, make_cache(target.config), num_held)
-    request = asked(past, num_held, num_new=LONG)
-    text = target.generate(**request | {"past_key_values": make_cache(target.config), "max_new_tokens": 20})
-    # the first drafted call of a target tries its layers, which is no forward of the text
-    target.generate(TEXT[:1, :LONG], assistant_model=drafter, max_new_tokens=4, do_sample=False)
-    kwargs, handle = failing(fault.place, fault.call, target)
-    kwargs |= DRAFTINGS[fault.drafting] | {"prefill_chunk_size": fault.chunk}
-    try:
-        with pytest.raises(InterruptError):
-            target.generate(**request, assistant_model=drafter, **kwargs)
-    finally:
-        if handle is not None:
-            handle.remove()
-    held = int(past.get_seq_length())
-    said = 8 if fault.place == "target" else fault.call - 1
-    num_chunks = LONG // fault.chunk if fault.chunk else 1
-    assert held == num_held or num_held + LONG <= held <= num_held + LONG + said
-    assert (held == num_held) == (fault.place == "target" and fault.call <= num_chunks)
-    assert_goes_on(target, past, make_cache(target.config), text)
-
-
-# A prompt is longer than the window: layers that have read it have given up what came before, the others have not seen
-# it.
-LONG = 12
-FAULTS = [
-    *(Fault("processor", 1), Fault("processor", 7, "tree"), Fault("streamer", 4)),
-    *(Fault("target", 1), Fault("target", 3), Fault("target", 2, "tree")),
-    *(Fault("target", call, chunk=3) for call in (1, 3, 4, 5, 6)),
-]
-each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault)))
-
-
-FAILED = [
-    ("qwen3", "dynamic", 3),
-    ("qwen3", "static", 17),
-    ("gemma3_window_8", "dynamic", 17),
-    ("gemma3_window_8", "static", 3),
-    ("gemma3_window_8", "without_config", 0),
-]
-
-
-@each_fault
-@pytest.mark.parametrize(("kind", "cache", "num_held"), FAILED)
-def test_after_an_error_it_holds_what_was_accepted(make_target, make_drafter, kind, cache, num_held, fault):
-    target = make_target(kind)
-    fail_and_go_on(target, make_drafter(target), CACHES[cache], num_held, fault)
+# --- caches that keep their layers ---
 
 
 @pytest.fixture(scope="module")
@@ -373,14 +284,6 @@ def other_family():
             pytest.skip(str(error))
 
     return make
-
-
-@each_fault
-@pytest.mark.parametrize("name", OWN_LAYERS)
-def test_a_cache_that_keeps_its_layers_after_an_error(other_family, name, fault):
-    target, drafter = other_family(name)
-    num_held = 0 if fault.chunk and REREADS_IN_CHUNKS else 17
-    fail_and_go_on(target, drafter, lambda config: DynamicCache(config=config), num_held, fault)
 
 
 @pytest.mark.parametrize("num_held", [0, 17])

@@ -11,12 +11,20 @@ from typing import Any
 
 import pytest
 from conftest import TARGETS
+from families import NotThereError
 from soaking import axes, models
 from soaking.callbacks import PLACES
 from soaking.trial import Trial, run, usual, without_contradictions
 
 WINDOWED = ("gemma3_window_8",)
 SPARSE_TEXT = ("mistral_window_8",)  # whose text uses ten of the eleven ids
+OWN_LAYERS = ("LFM2", "DeepSeek-V3.2 (sparse)")  # caches with layers of convolutions, and of an index
+GONE_ON = ("qwen3", *WINDOWED)
+FAULTS_OF = {
+    place: tuple((place, "own error", call) for call in calls)
+    for place, calls in (("processor", (1, 7)), ("streamer", (4,)), ("target", (1, 2, 3, 5)))
+}
+ALONE = ("chain", "tree"), (1,)
 CLEANED_UP = ("own error", "keyboard")  # an error, and what is none by its class
 
 
@@ -31,7 +39,7 @@ class Case:
     batches: tuple[int, ...] = (1, 3)
     faults: tuple[tuple[str, str, int] | None, ...] = (None,)
     draws: int = 1
-    accepts: bool = True
+    accepts: bool = True  # whether a draft of one of them is accepted
 
     def trials(self, name: str) -> Iterator[Trial]:
         given = product(self.families, self.draftings, self.batches, self.faults, range(self.draws))
@@ -109,6 +117,11 @@ FAULTS: dict[str, Case] = {
     **{f"fault in {place}, own cache": fault(place, calls=(3,), draftings=("chain",), cache="own") for place in PLACES},
     "fault in target, static": fault("target", calls=(2,), cache="own, static"),
     **{
+        f"fault in {place}, {cache}": Case({"cache": cache}, families, *ALONE, faults=FAULTS_OF[place], accepts=False)
+        for place in FAULTS_OF
+        for cache, families in (("held", (*GONE_ON, *OWN_LAYERS)), ("held, static", GONE_ON))
+    },
+    **{
         f"fault in {place}, chunks": fault(place, calls=(1, 2, 3), draftings=("chain",), cache="chunks")
         for place in ("target", "drafter")
     },
@@ -127,7 +140,10 @@ def forgotten():
 def test_a_call_is_as_plain_generate_has_it(name):
     results: list[Any] = []
     for trial in CASES[name].trials(name):
-        results.append(run(trial))
+        try:
+            results.append(run(trial))
+        except NotThereError:  # in this version of transformers
+            continue
         assert [str(one) for one in results[-1].differences if not one.is_tie] == [], trial
     assert any(any(each.outcome.stats.accepted_per_position) for each in results) or not CASES[name].accepts
     assert any(each.word == "failed alike" for each in results) or CASES[name].faults == (None,)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
 
 from .callbacks import PROCESSORS, STOPS, STREAMERS, Setting
 from .models import ATTENTIONS, FAMILIES, WRAPPERS, conftest
@@ -18,6 +18,14 @@ LONGEST = 100  # tokens a sequence may come to have
 
 def text_config(setting: Setting):
     return setting.target.config.get_text_config(decoder=True)
+
+
+def held(setting: Setting, past: Cache) -> dict[str, Cache]:
+    """The cache, into which an earlier turn has read a beginning of the one prompt there is."""
+    ids = setting.given["input_ids"]
+    if count := int(ids.sum()) % ids.shape[1]:  # the same however much was drawn before
+        setting.target.generate(ids[:, :count], past_key_values=past, max_new_tokens=1, do_sample=False)
+    return {"past_key_values": past}
 
 
 DRAFTINGS = {
@@ -51,6 +59,8 @@ CACHES = {
         "prefill_chunk_size": setting.rng.randrange(1, 6),
     },
     "conversation, dict": lambda setting: {"return_dict_in_generate": True},
+    "held": lambda setting: held(setting, DynamicCache(config=text_config(setting))),
+    "held, static": lambda setting: held(setting, StaticCache(config=text_config(setting), max_cache_len=LONGEST)),
 }
 CHOICES = {
     "greedy": lambda setting: {"do_sample": False},
@@ -96,6 +106,7 @@ AXES: dict[str, Any] = {
 SELDOM = {  # what takes seconds, or has one outcome
     "wrapper": ("compiled", "compiled in place", "compiled forward"), "extra": ("no cache",),
 }  # fmt: skip
+UNDRAWN = {"cache": ("held", "held, static")}  # for one prompt, which draws do not see to
 OF_CALLS = {name: AXES[name] for name in ("cache", "choice", "processors", "stop", "streamer", "outputs", "extra")}
 
 

@@ -44,7 +44,8 @@ class Fuse:
 
 @dataclass
 class Setting:
-    """What the builders of callbacks go by. `rng` draws the same for both sides of a comparison."""
+    """What the builders of callbacks go by. `rng` draws the same for both sides of a comparison; `given`: the prompts,
+    once they are drawn."""
 
     target: Any
     drafter: Any
@@ -52,6 +53,7 @@ class Setting:
     notes: Notes
     vocab_size: int
     batch: int
+    given: dict[str, Tensor] = field(default_factory=dict)
 
     def token(self) -> int:
         return self.rng.randrange(self.vocab_size)

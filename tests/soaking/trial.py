@@ -65,16 +65,17 @@ def usual(axis: str) -> str:
     return next(iter(axes.AXES[axis]))
 
 
+def drawn(axis: str) -> list[str]:
+    """The entries that are drawn from."""
+    return [entry for entry in axes.AXES[axis] if entry not in axes.UNDRAWN.get(axis, ())]
+
+
 def draw(seed: int, number: int) -> Trial:
     """The usual entry of every axis every second time, else any."""
     trial = Trial(seed, number)
     rng = trial.rng("axes")
-    trial.choices = {
-        axis: usual(axis) if rng.random() < 0.5 else rng.choice(list(table)) for axis, table in axes.AXES.items()
-    }
-    trial.choices |= {
-        axis: rng.choice(list(axes.AXES[axis])) for axis in ("family", "drafting", "drafter", "attention")
-    }
+    trial.choices = {axis: usual(axis) if rng.random() < 0.5 else rng.choice(drawn(axis)) for axis in axes.AXES}
+    trial.choices |= {axis: rng.choice(drawn(axis)) for axis in ("family", "drafting", "drafter", "attention")}
     for axis, entry in trial.choices.items():
         if entry in axes.SELDOM.get(axis, ()) and rng.random() < 0.9:
             trial.choices[axis] = usual(axis)
@@ -139,6 +140,7 @@ class Run:
         self.drafter = drafter_of(choices["family"], choices["drafter"], choices["drafter attention"])
         self.bare = bare_target(choices["family"], "eager")
         self.vocab_size = self.bare.config.get_text_config().vocab_size
+        self.given: dict[str, Tensor] = {}
         self.given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
 
     def padding(self) -> list[int]:
@@ -149,9 +151,8 @@ class Run:
         return (mask == 0).sum(1).repeat_interleave(times).tolist()
 
     def setting(self, purpose: str, notes: Notes | None = None) -> Setting:
-        return Setting(
-            self.target, self.drafter, self.trial.rng(purpose), notes or Notes(), self.vocab_size, self.trial.batch
-        )
+        rng, batch = self.trial.rng(purpose), self.trial.batch
+        return Setting(self.target, self.drafter, rng, notes or Notes(), self.vocab_size, batch, self.given)
 
     def converse(self, drafting: str | None, fails: bool = True, is_reference: bool = False, **more) -> Outcome:
         """All turns, with the drafter or (`drafting` None) without; `fails`: where the trial has a fault, in a layer
@@ -386,7 +387,7 @@ def goes_on(each: Run, ours: Outcome, whole: Outcome) -> list[Difference]:
         return each.target.generate(**more, **kwargs, past_key_values=past, max_new_tokens=4)
 
     fresh = axes.CACHES[each.trial.choices["cache"]](each.setting("calls"))["past_key_values"]
-    if length:
+    if length > int(fresh.get_seq_length()):
         each.target.generate(
             said[:, :length], attention_mask=whole_mask[:, :length], past_key_values=fresh, max_new_tokens=1, **kwargs
         )
