@@ -130,6 +130,16 @@ def test_a_scale_that_is_still_to_be_found_is_no_divergence(scaled_trainer):
     assert trainer.accelerator.scaler.get_scale() == 2.0 ** (24 - num_broken)
 
 
+def test_a_step_that_overflows_changes_no_weight(scaled_trainer):
+    """Neither AdamW's nor Muon's."""
+    drafter = build()
+    before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+    trainer = scaled_trainer(2.0**60, drafter=drafter, max_steps=1, matrix_learning_rate=0.03)
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**59
+    assert all(torch.equal(weight, before[name]) for name, weight in drafter.state_dict().items())
+
+
 def test_a_loss_that_no_scale_mends_is(scaled_trainer, tmp_path):
     """All steps are skipped: the checkpoints that are written meanwhile hold the weights of the last sound step."""
     drafter = build()
