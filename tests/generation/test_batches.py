@@ -5,7 +5,7 @@ import families
 import pytest
 import torch
 from batches import PAD, Idle, Notebook, alone, keeps_step, known_prompts, left_padded, mixed_prompts, together
-from close import TARGET_FORWARD, assert_close
+from close import assert_close
 from conftest import TARGETS, VOCAB, build_drafter, build_target
 from draftings import CHAIN, PER_SEQUENCE, TREE
 from draftings import CHAIN_OR_TREE as DRAFTINGS
@@ -145,26 +145,7 @@ def test_a_table_of_positions_that_ends_with_the_text(drafting):
     check(target, build_drafter(target), prompts, max_new_tokens=37 - 8, **drafting)
 
 
-@each_drafting
-def test_a_static_cache_that_ends_with_the_text(target, drafter, drafting):
-    check(target, drafter, mixed_prompts(target), cache_implementation="static", **drafting)
-
-
 # --- caches ---
-
-
-@each_drafting
-def test_the_cache_holds_the_token_a_sequence_ended_with(target, drafter, drafting):
-    """A chat's next turn usually sees it."""
-    ids, mask = left_padded([[7], *known_prompts(target, 8)])  # the first ends after three tokens
-    kwargs = {"eos_token_id": 1, "return_dict_in_generate": True, "attention_mask": mask, "pad_token_id": PAD} | GREEDY
-    ours, theirs = (
-        target.generate(ids, **kwargs, **assistant) for assistant in ({"assistant_model": drafter} | drafting, {})
-    )
-    assert ours.sequences[0, ids.shape[1] :][:3].tolist() == [2, 10, 1]
-    seen = slice(ids.shape[1] - 1, ids.shape[1] + 3)
-    for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        assert_close("keys", layer.keys[0, :, seen], expected.keys[0, :, seen], TARGET_FORWARD)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole_prompt", "new_tokens"])

@@ -91,12 +91,15 @@ OUTPUTS: dict[str, Case] = {
         for name in ("scores", "logits", "states")
     },
     "attentions": undrafted(stop="end"),
+    "attentions that sdpa does not return": undrafted(("llama",), attention="sdpa"),
     "attentions of some layers": undrafted(("LFM2", "Gemma4 text, shared keys", "Gemma3n text")),
     "attentions over a static cache": undrafted(("qwen3", "mistral_window_8"), cache="conversation, static"),
     "attentions in chunks": undrafted(("qwen3", "mistral_window_8"), cache="chunks"),
 }
 CACHES: dict[str, Case] = {
-    "static": case(tuple(TARGETS), ("chain", "tree", "auto"), cache="static"),
+    "static": case(tuple(TARGETS), ("chain", "tree", "auto"), cache="static", outputs="logits"),
+    "static, asked for its length by alibi": case(("BLOOM",), cache="own, static"),
+    "held": case((*GONE_ON, *OWN_LAYERS), ("chain", "tree", "auto"), (1,), cache="held"),
     **{
         cache: case(tuple(TARGETS), ("chain", "tree", "auto"), cache=cache, outputs="logits", stop="end")
         for cache in ("own", "own, no config", "own, static")

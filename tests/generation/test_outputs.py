@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from close import assert_close
 from draftings import TREE
 from observers import speculate
 
 FIELDS = ("scores", "logits", "hidden_states")  # beside which drafts are made
-ATTENTIONS = {"return_dict_in_generate": True, "output_attentions": True}
 LENGTH = 17
 
 
@@ -30,13 +28,6 @@ def test_sampled_outputs_have_the_shapes_of_plain_generate(make_target, make_dra
     assert shapes(getattr(output, name)) == shapes(getattr(target.generate(prompt, **kwargs), name))
     others = {*FIELDS, "attentions"} - {name}
     assert all(getattr(output, other) is None for other in others), "what nobody asked for"
-
-
-def test_attentions_that_sdpa_does_not_return(target, drafter, prompt):
-    """Plain generate warns and leaves them out."""
-    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, **ATTENTIONS}
-    output, _ = speculate(target, drafter, prompt, **kwargs, num_assistant_tokens=5)
-    assert_close("attentions", output.attentions, target.generate(prompt, **kwargs).attentions)
 
 
 def test_a_tensor_unless_a_dict_is_asked_for(target, drafter, prompt):
