@@ -220,9 +220,11 @@ class _LinearForward:
 
 
 def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
-    """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts."""
-    is_few = num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS)
-    return is_few and _forwards.is_drafted and not torch.is_autocast_enabled("cpu")  # by a wrapped forward
+    """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts, or a
+    row is to be rounded as it is alone."""
+    is_few = num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS or keys_before() is not None)
+    # autocast may be switched on within, by a forward that somebody wrapped
+    return is_few and _forwards.is_drafted and not torch.is_autocast_enabled("cpu")
 
 
 def can_pack() -> bool:

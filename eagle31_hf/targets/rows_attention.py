@@ -15,8 +15,8 @@ from ..cache.layer import BLOCK
 from .few_rows import keys_before
 
 ROWS = 4  # the rows of a call are a multiple of it
-TRIED_KEYS = 1024
-TRIED_NEW = (2, 3, 5, 8, 13)
+TRIED_NEW = (2, 3, 5, 8, 13)  # positions in a call of the trial; in others there are no more than the most of it
+TRIED_BLOCKS = (1, 2, 3, 5, 8, 9, 15)  # of keys
 
 
 def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -35,11 +35,12 @@ def attend_by_position(query: Tensor, key: Tensor, value: Tensor, scale: float |
     `keys_before` and T: they are not seen.
 
     A kernel adds up in an order that depends on how many rows and keys it gets. So rows come by fours, keys by blocks
-    of BLOCK, the last one filled up, and positions that end in the same block are one call.
+    of BLOCK, the last one filled up, and positions that end in the same block are one call, as many
+    as were tried at most.
     """
     num_before, num_new = keys_before() or 0, query.shape[2]
     group = query.shape[1] // key.shape[1]
-    most = num_new if are_rows_alike(group, query.shape[3], query.dtype, torch.get_num_threads()) else 1
+    most = TRIED_NEW[-1] if are_rows_alike(group, query.shape[3], query.dtype, torch.get_num_threads()) else 1
     attended = list[Tensor]()
     begin = 0
     while begin < num_new:
@@ -86,8 +87,9 @@ def are_rows_alike(group: int, width: int, dtype: torch.dtype, num_threads: int)
     """Returns whether the attention of several positions, of `group` heads that share keys, gives each what it gives
     it alone, by the numbers that are tried, on this processor with as many threads."""
     generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 1, 2, TRIED_KEYS, width, generator=generator, device="cpu").to(dtype)
-    for num_keys in range(BLOCK, TRIED_KEYS + 1, TRIED_KEYS // 8):
+    most = TRIED_BLOCKS[-1] * BLOCK
+    keys, values = torch.randn(2, 1, 2, most, width, generator=generator, device="cpu").to(dtype)
+    for num_keys in (blocks * BLOCK for blocks in TRIED_BLOCKS):
         for num_new in TRIED_NEW:
             query = torch.randn(1, 2 * group, num_new, width, generator=generator, device="cpu").to(dtype)
             held = keys[:, :, :num_keys], values[:, :, :num_keys]

@@ -75,12 +75,27 @@ def test_results_are_the_model_s_own_in_fp32(width, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_is_the_same_to_the_last_bit_beside_others(dtype, width):
     model = model_of(dtype, width)
-    x = torch.randn(64, width).to(dtype)
+    x = torch.randn(130, width).to(dtype)
     with few_rows(model) as rows, in_drafted_call(num_before=0):  # a round that is to be exact
         skip_unless(rows.is_exact)
         alone = torch.cat([model(row) for row in x.split(1)])
-        for size in (2, 3, 5, 8, 32, 33, 64):
+        for size in (2, 3, 5, 8, 32, 33, 64, 130):  # more than most rounds have, too
             assert torch.equal(torch.cat([model(part) for part in x.split(size)]), alone)
+
+
+@torch.no_grad()
+def test_however_many_rows_an_exact_round_has_they_run_few_at_a_time(monkeypatch):
+    seen = list[int]()
+    monkeypatch.setattr(
+        module, "linear", lambda x, weight, bias=None: seen.append(len(x)) or nn.functional.linear(x, weight, bias)
+    )
+    monkeypatch.setattr(module, "_seconds_of", seconds_where_packed_takes(2.0, 2.0))
+    with few_rows(model := model_of(torch.bfloat16)):
+        seen.clear()
+        with in_drafted_call(num_before=0):
+            model(torch.randn(130, 96).bfloat16())
+    assert sum(seen) == 2 * 130
+    assert max(seen) == module.ALIKE_ROWS
 
 
 def test_a_kernel_for_one_row_that_rounds_otherwise_is_given_two(monkeypatch):

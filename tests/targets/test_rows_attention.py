@@ -38,7 +38,7 @@ def one_by_one(query: Tensor, held: tuple[Tensor, Tensor], num_before: int) -> T
 @pytest.mark.parametrize(("group", "width"), SHAPES)
 def test_a_position_is_the_same_alone_and_beside_others(group, width, dtype):
     """Across the ends of blocks, too, and where slots after the last position hold anything."""
-    for num_new in (1, 2, 5, 9, 20):
+    for num_new in (1, 2, 5, 9, 20, 70):
         for num_before in (0, 3, BLOCK - 4, 2 * BLOCK - 1, 300, 512 - 2, 700):
             num_slots = num_before + num_new + (17 if num_before % 2 else 200)
             query, keys, values = drawn(group, width, num_new, num_slots, dtype)
