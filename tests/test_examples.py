@@ -15,6 +15,7 @@ import pytest
 from programs import forkserver
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+PAIR = EXAMPLES.parent / "eagle31_hf" / "demo"
 ONE_PROMPT = "--prompts 1 --max-new-tokens 3"
 ONE_STEP = "--texts 2 --left-out 1 --steps 1"
 NEW_TARGET = "--files 12 --held-out 1 --steps 1 --output {}/it"
@@ -28,9 +29,12 @@ RUNS = {
         ["tokens a target forward on examples held out"],
     ),
     "chat_drafter.py": (
-        f"--target {EXAMPLES.parent / 'eagle31_hf' / 'demo' / 'target'} --work {{}} --chats 6 --max-new-tokens 40"
-        " --draft-vocab-size 500 --epochs 1",
+        f"--target {PAIR / 'target'} --work {{}} --chats 6 --max-new-tokens 40 --draft-vocab-size 500 --epochs 1",
         ["/eagle31, after ", "/eagle3, after "],
+    ),
+    "adapted_target.py": (
+        f"--target {PAIR / 'target'} --drafter {PAIR / 'eagle31'} --steps 1 --files 4",
+        ["the target ", "with an adapter", "fc fitted anew"],
     ),
     "train_demo_drafters.py": (
         "--texts 2 --length 32 --held-out 1 --epochs 1 --work {} --output {}/pair",

@@ -118,7 +118,7 @@ def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
     if isinstance(error, ServerStoppingError):
         return 503, error_json("the server is stopping.", FAILED)
     if call.has_tokens and isinstance(error, ValueError | LookupError | TypeError):
-        logger.error(f"an answer could not be read: {printable(words)}")
+        logger.error(f"an answer could not be read: {printable(words)}", exc_info=error)
         return 500, error_json(f"the target's answer cannot be read ({type(error).__name__}): {words}", FAILED)
     is_of_request = not call.is_queued or (error is call.error and isinstance(error, ValueError))
     # of memory, a disk or a GPU, whose errors are RuntimeErrors

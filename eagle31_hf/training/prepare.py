@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -83,7 +83,7 @@ def prepare_data(
     each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
     place; where it neither answers nor gives states it may be without weights, on the meta device. The processes that
     a target is spread over all call this, with the same arguments: they make every shard together, and the first one
-    writes it. Raises ValueError for a part of what is made together, where `output` holds something else, where no
+    writes it. Raises ValueError for a `part` of such a target, where `output` holds something else, where no
     record gives an example, and for an engine that does not give the target's answers; RuntimeError where its servers
     fail.
     """
@@ -143,7 +143,7 @@ def _opened(builder: ShardBuilder, output: str | Path, manifest: Manifest, part:
 
 
 def _no_examples(source: str | None, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
-    reasons = ", ".join(f"{count:,}: {reason}" for reason, count in sorted(counts.items())[:MOST_REASONS])
+    reasons = ", ".join(f"{count:,}: {reason}" for reason, count in Counter(counts).most_common(MOST_REASONS))
     first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
     return ValueError(
         f"{source or 'self-prompts'}: none of its {len(records):,} records makes a row ({reasons}); expected some with"
@@ -157,7 +157,7 @@ def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool) -> None:
-    """Makes these shards: where the target is not needed in several processes, else one after the other, each written
+    """Makes these shards: in several processes where the target is not needed, else one after the other, each written
     while the next is made, by the writer alone."""
     count = min(processes(builder.options), len(mine))
     if count > 1 and not builder.needs_target:
@@ -223,7 +223,7 @@ def in_processes(
     left = iter(indices)
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (builder, folder, os.getpid()))
     try:
-        # no more are asked for than are made: a stop waits for these
+        # no more than are made at once: a stop waits for all that are submitted
         making = deque(pool.submit(_make, index) for index in islice(left, count))
         while making:
             num_rows, num_tokens, refusals = making.popleft().result()
