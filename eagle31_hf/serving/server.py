@@ -136,7 +136,7 @@ class DraftingServer(Serve):
             with checking_forwards(target, stop.check):
                 try:
                     with watch_rounds(stop.note_round):
-                        is_text = kwargs.keys() <= TEXT_ARGUMENTS  # of images, say, the ids tell nothing
+                        is_text = kwargs.keys() <= TEXT_ARGUMENTS  # of images, say, the ids do not tell all
                         return drafted_from_cache(**kwargs) if is_text else drafted(*args, **kwargs)
                 except DraftingRefusedError:  # before a token is generated: of beams, say, there are no drafts
                     self.metrics.count("requests_not_drafted")

@@ -214,7 +214,7 @@ def walk(hits: Tensor, stops: bool = True) -> Tensor:
 def walk_metrics(counts: Tensor) -> dict[str, float]:
     """Returns the figures of an evaluation from the counts of `walk` (2 + K,), all 0 where there was no round.
 
-    `accepted_length`: tokens a target forward, the bonus token included, as `stats.mean_accepted_length` has it;
+    `accepted_length`: tokens per target forward, the bonus token included, as `stats.mean_accepted_length` has it;
     `_no_bonus`: without it. `walked_acceptance_1` on: the share of rounds that accept each position.
     """
     rounds, tokens, *accepted = counts.tolist()
@@ -227,7 +227,8 @@ def walk_metrics(counts: Tensor) -> dict[str, float]:
 
 
 def answers_of(answers: Tensor, documents: Tensor) -> Iterator[Text]:
-    """Yields every answer that drafting begins in, as `walk` takes it; answer mask and document numbers are (B, T).
+    """Yields every answer that has at least one token to draft, as `walk` takes it; answer mask and document numbers
+    are (B, T).
 
     A text without a prompt begins with a token that no drafter has a state before: there the second token counts as the
     answer's first.

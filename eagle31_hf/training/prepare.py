@@ -81,11 +81,11 @@ def prepare_data(
     `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the shards whose
     number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the first ones of
     each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
-    place; where it neither answers nor gives states it may be without weights, on the meta device. The processes that
-    a target is spread over all call this, with the same arguments: they make every shard together, and the first one
-    writes it. Raises ValueError for a `part` of such a target, where `output` holds something else, where no
-    record gives an example, and for an engine that does not give the target's answers; RuntimeError where its servers
-    fail.
+    place; a target that neither answers nor gives states may be without weights, on the meta device. Where the target
+    is spread over several processes, all of them call this with the same arguments: they make every shard together,
+    and the first one writes it. Raises ValueError for a `part` of such a target, where `output` holds something else,
+    where no record gives an example, and for an engine that does not give the target's answers; RuntimeError where its
+    servers fail.
     """
     options = (options or PreparationOptions()).for_target(target)
     of_all, is_writer = _roles(target, options, part)
@@ -241,7 +241,8 @@ def in_processes(
 
 
 def _begin(builder: ShardBuilder, folder: str | Path, parent: int) -> None:
-    """Begins a process that makes shards. It leaves Ctrl-C to the one that asks, and ends with it."""
+    """Begins a process that makes shards. Ctrl-C is left to the parent; when that ends, so does
+    this."""
     global _builder, _folder
     _builder, _folder = builder, folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)

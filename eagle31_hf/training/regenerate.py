@@ -1,5 +1,5 @@
-"""Chats answered by the target: every answer is replaced by its own, and quoted in the prompts that follow. Texts are
-gone on with.
+"""Chats answered by the target: every answer is replaced by its own, and quoted in the prompts that follow. Plain
+texts are continued.
 
 T tokens.
 """
@@ -41,8 +41,9 @@ def regenerate(
     the target's words; of a text that begins, an example of it and of what the target goes on with.
 
     A turn is a prompt as it is served and the target's answer to it, whose words replace the original in later prompts.
-    Turns whose prompts begin with the turns before, token for token, are one example. A chat ends with an answer that
-    was cut. `refuse` is told of chats that could not go on and of answers not to learn from.
+    Turns whose prompts begin with the turns before, token for token, are one example. After an answer that was cut at
+    its limit the chat is not continued. `refuse` is told of chats that could not go on and of answers not to learn
+    from.
     """
     asked = set[str]()
     talks = [_Talk(source, chat, partial(refuse, index), asked) for index, chat in enumerate(chats)]

@@ -37,9 +37,10 @@ class TargetReader:
     """Runs the target over packed texts, each as a sequence of its own: every architecture can do that, and none sees
     its neighbour.
 
-    `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; of a target that was
-    loaded in parts that is known. A tensor-parallel one needs more: all of its processes run the texts of each in turn,
-    unless `reads_alike`, all read the same ones. `ends`: what a drafter is tied to, see `ends_of`.
+    `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; found by itself for
+    a target that was loaded in parts. A tensor-parallel one needs more: all of its processes run the texts of each, one
+    process after the other, unless `reads_alike`, all read the same texts. `ends`: what a drafter is
+    tied to, see `ends_of`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TargetReader:
         self.scoring = find_scoring(target)
         self.ends = ends_of(target)
         probe = torch.zeros(1, 2, dtype=torch.long)
-        # whether its layers have states to read shows before anything is trained
+        # fails here, before training, if its layers have no states to read
         self.read(probe, torch.ones_like(probe))
 
     @torch.no_grad()
