@@ -149,7 +149,14 @@ BAD = {
         "drafter: revision is 'main', and a folder",
     ),
     "texts in no UTF-8": ([*UPGRADE[:-1], "latin.txt"], "latin.txt: byte 10 is no UTF-8"),
-    "texts that are weights": ([*UPGRADE[:-1], "drafter/model.safetensors"], "drafter/model.safetensors"),
+    "texts that are weights": (
+        [*UPGRADE[:-1], "drafter/model.safetensors"],
+        "drafter/model.safetensors: was not written by prepare-data, and may be a model's weights; expected",
+    ),
+    "data beside weights": ([*PREPARE, "--data", "drafter"], "drafter/model.safetensors: was not written by"),
+    "an output within the data": ([*TRAIN, "--data", "."], "the output out lies within the data, ., of which"),
+    "an output within what is evaluated on": ([*TRAIN, "--eval-data", "."], "the output out lies within the data"),
+    "a store within the data": ([*PREPARE, "--data", "."], "the output out lies within the data"),
     "lines in no UTF-8": (
         [*UPGRADE[:-1], "latin.jsonl"],
         "latin.jsonl, line 1: 'utf-8' codec can't decode byte 0xfc in position 10",

@@ -73,10 +73,10 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     prepared(capsys, folder, "--states", "--states-dtype", "float32", output="states")
     plain = ["--matrix-learning-rate", "none", "--set", 'optim="sgd"', "--set", "max_grad_norm=0"]
     for name in ("tokens", "states"):
-        status, _, err = trained(capsys, folder, "--steps", "2", *plain, data=name, output=f"from-{name}")
+        status, _, err = trained(capsys, folder, "--steps", "2", *plain, data=name, output=f"{name}/drafter")
         assert status == 0, err
     online, offline = (
-        Eagle31DrafterModel.from_pretrained(folder / f"from-{name}").state_dict() for name in ("tokens", "states")
+        Eagle31DrafterModel.from_pretrained(folder / name / "drafter").state_dict() for name in ("tokens", "states")
     )
     for name, weight in online.items():
         assert_close(name, offline[name], weight, SUMMED)

@@ -10,6 +10,7 @@ from accelerate import PartialState
 from ..storage.folders import read_text
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
+from ..training.records import check_apart
 from ..training.servers import EngineOptions
 from ..training.store import MANIFEST, check_store_folder
 from .loading import load_outline, load_tokenizer, sampling_options
@@ -56,6 +57,7 @@ def prepare_data(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         records_per_shard=args.records_per_shard,
     )
+    check_apart(args.data, args.output)
     check_store_folder(args.output)
     tokenizer = load_tokenizer(args.target, args.revision)
     if options.regenerate or options.states:

@@ -48,6 +48,8 @@ SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 def train(args: argparse.Namespace) -> int:
     """Trains a drafter in a folder that no other run writes into meanwhile."""
     from ..training.output import claim
+    from ..training.recipe import is_store
+    from ..training.records import check_apart
 
     if args.data is None and args.self_prompts is None:
         args.self_prompts = SELF_PROMPTS
@@ -58,6 +60,9 @@ def train(args: argparse.Namespace) -> int:
         states=args.engine is not None,
         layer_ids=asked_layers(args) if args.engine else None,
     )
+    for source in (args.data, args.eval_data):
+        if not is_store(source):  # of a store its own files alone are read
+            check_apart(source, args.output)
     settings = arguments(args)
     if settings.shard_target and settings.world_size == 1:
         raise ValueError(

@@ -80,6 +80,14 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
         raise ValueError(f"{path}: is damaged ({error}). Delete it and run the command that made it again.") from None
 
 
+def is_sealed(path: Path) -> bool:
+    """Returns False for a safetensors file that is none of ours, as a model's weights; True for one that cannot be
+    read, which may be a damaged one of ours."""
+    with suppress(SafetensorError), safe_open(path, "pt") as file:
+        return "sha256" in (file.metadata() or {})
+    return True
+
+
 def _mark(path: Path) -> Path:
     return path.with_name(f".{path.name}.verified")
 

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from ..storage.sealed import open_sealed
+from ..storage.sealed import is_sealed, open_sealed
 from .skipped import Skipped
 
 Record = Mapping[str, Any]
@@ -92,6 +92,11 @@ class Shard(Items):
     """The tokens of the rows of a store's shard."""
 
     def __init__(self, path: Path):
+        if not is_sealed(path):
+            raise ValueError(
+                f"{path}: was not written by prepare-data, and may be a model's weights; expected .jsonl, .json,"
+                " .parquet or text files, or a store. Name files, or a folder without it."
+            )
         with open_sealed(path, verify=True) as file:
             super().__init__(path, [*pairwise(file.get_tensor("offsets").tolist())], "row")
             self._tokens = {name: file.get_tensor(name) for name in ("input_ids", "answers")}
@@ -200,6 +205,17 @@ def identity(source: str, split: str = "train", max_samples: int | None = None) 
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def check_apart(source: str | None, output: str) -> None:
+    """Raises ValueError for an output folder within a folder of files that is read as data: what is written there would
+    be data of the next run, and of one that is resumed."""
+    is_folder = source is not None and Path(source).is_dir() and _is_local(source)
+    if is_folder and Path(output).resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(
+            f"the output {output} lies within the data, {source}, of which all files are read; expected a folder that"
+            " lies elsewhere."
+        )
 
 
 def _is_local(source: str) -> bool:
