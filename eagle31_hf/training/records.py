@@ -233,6 +233,8 @@ def _files(source: str) -> list[Path]:
     root = Path(source)
     if root.is_file():
         return [root]
+    if not root.is_dir():
+        raise ValueError(f"{source}: is a pipe or a device; expected a file or a folder, which can be read twice.")
     paths = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
     found = sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts))
     stores = {path.parent for path in found if path.match(SHARD)}  # beside whose shards lie files about them

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pickle
 
 import pytest
@@ -157,6 +158,14 @@ def test_bytes_and_empty_folders(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"ab\xff\x00")
     with pytest.raises(ValueError, match="byte 2 is no UTF-8"):
         read_records(str(tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_can_be_read_once_only(tmp_path):
+    os.mkfifo(tmp_path / "chats.jsonl")
+    for reader in (read_records, identity):
+        with pytest.raises(ValueError, match=r"chats\.jsonl: is a pipe or a device; expected a file"):
+            reader(str(tmp_path / "chats.jsonl"))
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "missing.txt", "./missing", "/a/b/missing", "a/b/missing", "~/x"])
