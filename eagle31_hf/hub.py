@@ -10,8 +10,13 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData, constants
+from huggingface_hub.errors import (
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from .checkpoints import EXPORT_FORMATS, Checkpoint, convert_checkpoint, launch_line, read_checkpoint
@@ -282,8 +287,11 @@ def _of_linked(api: HfApi, values: dict[str, Any], folder: Path) -> Eagle31Confi
     repo_id, revision = linked_weights(link, f"{folder}: config.json: weights_from")
     try:
         sha = str(api.model_info(repo_id, revision=revision).sha)
-    except UPLOAD_ERRORS as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
+    except UPLOAD_ERRORS as error:
+        why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
+        raise HubError(f"{folder}: weights_from {link}: {why}") from None
     config = read_headers(repo_id, stated_fields(values, str(folder)), revision=sha, token=api.token).config
     config.weights_from = {"repo_id": repo_id, "revision": sha}
     return config

@@ -9,6 +9,7 @@ from eagle31_hf import Eagle31DrafterModel, demo
 from eagle31_hf.cli import main
 
 FILES = {path.name: path.read_bytes() for path in (demo.FOLDER / "eagle31").iterdir() if path.is_file()}
+CARD = Path(__file__).parents[2] / "model_cards" / "Qwen3-8B-speculator.eagle3"
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 COMMANDS = {
     "info": lambda name: ["info", name],
@@ -120,3 +121,12 @@ def test_publish(capsys, arguments, status, words):
 def test_publish_offline(capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline mode is enabled" in error_of(capsys, ["publish", DRAFTER, "--repo-id", "tester/x"], 1)
+
+
+def test_publish_of_a_config_without_a_network(capsys, hub, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.shutdown()
+    hub.server_close()
+    line = error_of(capsys, ["publish", str(CARD), "--repo-id", "tester/x"], 1)
+    assert "weights_from {'repo_id': 'RedHatAI/Qwen3-8B-speculator.eagle3'" in line
+    assert f"{hub.url} does not answer: " in line
