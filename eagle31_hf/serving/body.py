@@ -120,6 +120,7 @@ def _generation_config(text: str, served: Served) -> str:
     }
     for name, value in given.items():
         _check_argument(name, value, served)
+    given = {name: float(value) if GENERATION[name].is_real else value for name, value in given.items()}
     if given.get("temperature", 1) < LEAST_TEMPERATURE:
         given = {name: value for name, value in given.items() if name != "temperature"} | {"do_sample": False}
     return json.dumps(given)

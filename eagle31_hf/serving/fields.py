@@ -29,10 +29,12 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A field of a request: the values it may have, in words and as a test."""
+    """A field of a request: the values it may have, in words and as a test. `is_real`: integers among them stand for
+    real numbers, as JavaScript writes 2.0."""
 
     expected: str
     holds: Callable[[Any], bool]
+    is_real: bool = False
 
 
 def integer(least: int, most: int) -> Rule:
@@ -44,7 +46,9 @@ def number(least: float, most: float, above: bool = False) -> Rule:
     """Returns the rule of numbers from `least` to `most`; with `above`, `least` itself is none of them."""
     words = f"a number {'above' if above else 'from'} {least:g} {'and at most' if above else 'to'} {most:g}"
     return Rule(
-        words, lambda value: is_number(value) and (least < value or (value == least and not above)) and value <= most
+        words,
+        lambda value: is_number(value) and (least < value or (value == least and not above)) and value <= most,
+        is_real=True,
     )
 
 

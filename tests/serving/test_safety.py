@@ -358,6 +358,16 @@ def test_a_whole_generation_config_is_taken(server, expected):
             assert answer.choices[0].message.content == expected(WORDS, 8)
 
 
+def test_integers_stand_for_real_numbers(server):
+    """JavaScript writes 2.0 so, and transformers takes it for none."""
+    answers = []
+    for two, one in (("2", "1"), ("2.0", "1.0")):
+        config = f'{{"do_sample": true, "temperature": {two}, "repetition_penalty": {two}, "typical_p": {one}}}'
+        body = {"messages": said(WORDS), "seed": 1, "max_tokens": 8, "generation_config": config}
+        answers.append(server.request("POST", CHAT, body).json["choices"])
+    assert answers[0] == answers[1]
+
+
 def test_the_template_s_own_variables_are_taken(server, expected):
     options = {"thinking": "import os", "enable_thinking": False}  # the other one it does not read
     answer = server.ask(server.client(), extra_body={"chat_template_kwargs": options})
