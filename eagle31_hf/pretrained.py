@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .checkpoints.knobs import check_knobs
 from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
 from .checkpoints.write import remove_stale_weights
@@ -127,9 +128,11 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         That is the config, the weights under their native names, the drafting knobs, and a model card where the folder
         has none; `drafter.card_facts` adds license, data, training and acceptance to it. Arguments are those of
         `PreTrainedModel.save_pretrained`. Processes that save into one folder take turns, so that it holds one drafter
-        whole; of a distributed run only the first writes.
+        whole; of a distributed run only the first writes. Raises ValueError, before anything is written, for a
+        quantized drafter, and for knobs that no drafter could be loaded with.
         """
         refuse_quantized(self, "saved")
+        check_knobs(self.generation_config)
         names = ("repo_id", "commit_message", "commit_description", "private", "create_pr", "revision", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         refuse_variant(kwargs)

@@ -467,6 +467,19 @@ def test_the_files_say_what_the_contract_says(saved):
     assert (knobs["num_assistant_tokens"], knobs["assistant_confidence_threshold"]) == (7, 0.25)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_assistant_tokens", 4.0), ("prompt_lookup_num_tokens", -3), ("assistant_confidence_threshold", 1.0)],
+)
+def test_knobs_that_would_not_load_are_not_saved(name, value, tmp_path):
+    drafter = build()
+    setattr(drafter.generation_config, name, value)
+    for save in (lambda: drafter.save_pretrained(tmp_path / "saved"), lambda: drafter.push_to_hub("a/b")):
+        with pytest.raises(ValueError, match=rf"{name} is {value}, in the drafter's generation_config; expected"):
+            save()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_without_knobs_gets_the_defaults(saved, tmp_path):
     loaded = Eagle31DrafterModel.from_pretrained(edited(saved, tmp_path, {}))
     new = build().generation_config

@@ -34,6 +34,14 @@ def check_knob(name: str, value: Any, begin: str = "", origin: str = "") -> None
         raise ValueError(f"{begin}{name} is {repr(value)[:80]}{origin}; expected {expected}.")
 
 
+def check_knobs(generation_config: Any) -> None:
+    """Raises ValueError for a drafter's generation config with a knob that is refused where the drafter is loaded."""
+    for name in KNOBS:
+        value = getattr(generation_config, name, None)
+        if value is not None:
+            check_knob(name, value, origin=", in the drafter's generation_config")
+
+
 def read_knobs(folder: Path) -> dict[str, Any]:
     """Returns the drafting knobs of a folder's generation_config.json, the only values of it that are read.
 
