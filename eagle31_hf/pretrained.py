@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .checkpoints.knobs import check_knobs
 from .checkpoints.read import FIELDS, Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
-from .checkpoints.write import remove_stale_weights
+from .checkpoints.write import open_to_others, remove_stale_weights
 from .configuration import HUB_OPTIONS, Eagle31Config
 from .hub import CARD, REPORT, CardFacts, commit, render_card
 from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state
@@ -148,6 +148,7 @@ class Eagle31PreTrainedModel(PreTrainedModel):
                 if not (kwargs.get("distributed_checkpoint") or self._hf_peft_config_loaded):
                     remove_stale_weights(folder)
                 self.generation_config.save_pretrained(folder)
+                open_to_others(folder)
                 if not (folder / CARD).exists():
                     facts = replace(self.card_facts, tags=[*self.card_facts.tags, *tags])
                     config: Any = self.config

@@ -5,6 +5,7 @@ B batch, T tokens, n captured states, ht target width, h drafter width, V target
 
 import copy
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -465,6 +466,13 @@ def test_the_files_say_what_the_contract_says(saved):
     assert (config["model_type"], config["target_model"]) == ("eagle31", "a/target")
     knobs = json.loads((saved / "generation_config.json").read_text())
     assert (knobs["num_assistant_tokens"], knobs["assistant_confidence_threshold"]) == (7, 0.25)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards"])
+def test_all_files_may_be_read_by_the_same_users(options, tmp_path):
+    build().save_pretrained(tmp_path, **options)
+    (tmp_path / "new").touch()
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A drafter's weights as a safetensors file: finite, or not written at all."""
 
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from ..storage.tensor_file import DTYPES, Entry, write_tensor_file
 from .files import FLOATS, WEIGHTS, WEIGHTS_INDEX
+from .knobs import KNOBS_FILE
 
 
 def write_weights(path: Path, entries: Mapping[str, Entry], source: str) -> None:
@@ -26,6 +28,15 @@ def write_weights(path: Path, entries: Mapping[str, Entry], source: str) -> None
             )
 
     write_tensor_file(path, entries, check=check)
+
+
+def open_to_others(folder: Path) -> None:
+    """Gives the weights in a folder the mode of its knobs, as the umask has it for new files: safetensors (0.8) writes
+    files that their owner alone may read."""
+    mode = stat.S_IMODE((folder / KNOBS_FILE).stat().st_mode)
+    for path in (*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")):
+        if stat.S_IMODE(path.stat().st_mode) != mode:  # some file systems have one mode, and refuse to set any
+            path.chmod(mode)
 
 
 def remove_stale_weights(folder: Path) -> None:
