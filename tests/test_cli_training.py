@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,6 +224,29 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
     assert (status, "go on with the run in it by --resume" in err) == (2, True)
     status, _, err = trained(capsys, folder, "--steps", "1", "--regenerate", "--resume")
     assert (status, "shard 1 of" in err) == (0, False), err
+
+
+@pytest.mark.parametrize(
+    ("free", "why"), [(0, "the disk is full. Free some space first."), (2**30, "the disk failed to read or write.")]
+)
+def test_a_run_whose_optimizer_finds_no_room_goes_on_by_resume(capsys, folder, begun, monkeypatch, free, why):
+    """A limit on the size of files, which the weights are within, stands for the disk's."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    sizes = [(begun / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
+    assert sizes[0] < sizes[1]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(sizes) // 2, before[1]))
+    try:
+        status, _, err = trained(capsys, folder, "--steps", "4", "--max-samples", "28", "--resume")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = f"eagle31: failed: {begun / 'checkpoint-4' / 'optimizer.pt'}: {why} If {begun} holds a complete checkpoint"
+    assert status == 1
+    assert said in err.splitlines()[-1]
+    assert "the same command with --resume" in err.splitlines()[-1]
+    status, _, err = trained(capsys, folder, "--steps", "4", "--max-samples", "28", "--resume")
+    assert status == 0, err
 
 
 def test_a_finished_run_is_finished(capsys, folder):

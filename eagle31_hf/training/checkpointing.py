@@ -122,13 +122,14 @@ class CheckpointingTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint. The Trainer's state, written last, says that it is whole: that of an earlier run must
-        not say it of this one. Weights that are not finite are never written.
+        not say it of this one. Weights that are not finite are never written. Raises OSError naming a file that cannot
+        be written, as on a full disk.
         """
         saving.check_divergence(self)
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        with saving.without_limit(self.args) as limit:
+        with saving.without_limit(self.args) as limit, saving.naming_unwritten(folder):
             super()._save_checkpoint(model, trial)
         if self.args.should_save:
             saving.remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)

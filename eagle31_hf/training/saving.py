@@ -1,6 +1,7 @@
 """Checkpoints of a run: which can be resumed, what is written beside the weights, and when a run has diverged: its
 weights are no longer finite, or its gradients with no scale of fp16."""
 
+import errno
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 CHECK_EVERY = 10  # steps; weights are also looked at where they are saved or evaluated
 # Where fp16 losses are scaled, a step that overflows is skipped, and halves the scale, which begins at 2**16.
 LEAST_SCALE = 2.0**-16
+LEAST_ROOM = 2**20  # bytes: a disk with less room is full
 
 
 def write_record(folder: Path, drafter: Eagle31DrafterModel, settings: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -153,6 +155,20 @@ def without_limit(args: TrainingArguments) -> Iterator[int | None]:
         yield limit
     finally:
         args.save_total_limit = limit
+
+
+@contextmanager
+def naming_unwritten(folder: Path) -> Iterator[None]:
+    """A context in which torch.save writes into a folder. Where it cannot, its error says neither which file that was
+    nor why: raises OSError with both."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # the file of torch's that writes archives
+            raise
+        number = errno.ENOSPC if shutil.disk_usage(folder).free < LEAST_ROOM else errno.EIO
+        last = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        raise OSError(number, os.strerror(number), str(last)) from error
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
