@@ -71,10 +71,8 @@ def open_sealed(path: Path, verify: bool) -> Iterator[Any]:
     """
     try:
         file = safe_open(path, "pt")
-        if verify and not _is_verified(path, state := _state(path)):
-            if _checksum(path, file.metadata()["sha256"]) != file.metadata()["sha256"]:
-                raise ValueError("its checksum differs")
-            _note_verified(path, state)
+        if verify:
+            _verify(path, file.metadata()["sha256"])
         yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged ({error}). Delete it and run the command that made it again.") from None
@@ -88,29 +86,20 @@ def is_sealed(path: Path) -> bool:
     return True
 
 
-def _mark(path: Path) -> Path:
-    return path.with_name(f".{path.name}.verified")
-
-
-def _state(path: Path) -> str:
-    found = path.stat()
-    return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
-
-
-def _is_verified(path: Path, state: str) -> bool:
-    """Returns whether the checksum of a file was found right when its state was this one."""
-    try:
-        return _mark(path).read_text() == state
-    except (OSError, ValueError):
-        return False
-
-
-def _note_verified(path: Path, state: str) -> None:
-    """Notes that the checksum of a file was found right; `state`: the file's before it was read."""
-    if path.stat().st_size < MARKED_BYTES:
-        return
-    with suppress(OSError):  # in a folder that cannot be written to it is verified again
-        _mark(path).write_text(state)
+def _verify(path: Path, digest: str) -> None:
+    """Compares a file's checksum with the one in its header, and notes beside it that it was found right, with the
+    state that the file had before it was read; of a file in that state nothing is read again. Raises ValueError where
+    they differ."""
+    mark, found = path.with_name(f".{path.name}.verified"), path.stat()
+    state = f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+    with suppress(OSError, ValueError):
+        if mark.read_text() == state:
+            return
+    if _checksum(path, digest) != digest:
+        raise ValueError("its checksum differs")
+    if found.st_size >= MARKED_BYTES:
+        with suppress(OSError):  # in a folder that cannot be written to it is verified again
+            mark.write_text(state)
 
 
 def _checksum(path: Path, digest: str) -> str:
