@@ -17,7 +17,6 @@ DTYPES = {
 }  # fmt: skip
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 2**20  # stays in a core's cache between reading, checking and writing
-ORDER = tuple(DTYPES)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def in_order(entries: Mapping[str, Entry]) -> list[str]:
     """Returns the names as they follow each other in a file, so that one set of tensors has one file."""
-    return sorted(entries, key=lambda name: (ORDER.index(entries[name].dtype), name))
+    return sorted(entries, key=lambda name: ([*DTYPES].index(entries[name].dtype), name))
 
 
 def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
@@ -79,17 +78,12 @@ def write_tensor_file(
     already, OSError where it cannot be written.
     """
     header = header_of(entries, metadata or {})
-    with open(path, "xb", buffering=0) as file:
-        _write(file, len(header).to_bytes(8, "little") + header)
+    with open(path, "xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
         for name in in_order(entries):
             for chunk in entries[name].chunks():
                 if check is not None:
                     check(name, entries[name], chunk)
-                _write(file, chunk)
+                file.write(chunk)
+        file.flush()
         os.fsync(file.fileno())
-
-
-def _write(file: Any, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
