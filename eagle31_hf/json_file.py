@@ -4,6 +4,7 @@ import json
 import math
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,10 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError for a repeated key: parsers differ in which of its values they keep.
     """
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"it has {show(twice)} twice")
-    return value
+    counts = Counter(key for key, _ in pairs)
+    if len(counts) != len(pairs):
+        raise ValueError(f"it has {show(counts.most_common(1)[0][0])} twice")
+    return dict(pairs)
 
 
 def _check(value: Any) -> None:
