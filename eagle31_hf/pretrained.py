@@ -209,32 +209,24 @@ def refuse_variant(options: dict[str, Any]) -> None:
 
 def _read_as_asked(source: Any, config: Any, convention: str | None, kwargs: dict[str, Any]) -> Checkpoint:
     """Reads a checkpoint from its headers, with the options of the Hub and the fields among the arguments of a
-    `from_pretrained`, and logs its notes."""
+    `from_pretrained`, and logs its notes. Raises ValueError for a `config` that is none, and names none."""
     refuse_variant(kwargs)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     overrides = {name: kwargs[name] for name in FIELDS if name in kwargs}
+    if isinstance(config, str | PathLike):
+        config = Eagle31Config.from_pretrained(config, **hub)
     if config is not None:
-        config = given_config(config, hub)
+        if not isinstance(config, Eagle31Config):
+            raise ValueError(
+                f"config is a {type(config).__name__}; expected an Eagle31Config, or the folder or Hub repository of"
+                " one."
+            )
         overrides = {name: getattr(config, name) for name in FIELDS} | overrides
     with torch.device("cpu"):  # not the caller's default device: "meta" is for transformers to refuse
         checkpoint = read_checkpoint(source, overrides, convention, **hub)
     for note in checkpoint.notes:
         logger.warning("%s: %s.", checkpoint.source, note)
     return checkpoint
-
-
-def given_config(config: Any, hub: dict[str, Any]) -> Eagle31Config:
-    """Returns the `config` of a `from_pretrained`, read from the folder or repository where it is the name of one.
-
-    Raises ValueError for anything else.
-    """
-    if isinstance(config, str | PathLike):
-        return Eagle31Config.from_pretrained(config, **hub)
-    if not isinstance(config, Eagle31Config):
-        raise ValueError(
-            f"config is a {type(config).__name__}; expected an Eagle31Config, or the folder or Hub repository of one."
-        )
-    return config
 
 
 @torch.no_grad()
