@@ -1,6 +1,6 @@
 """`Eagle31Config`: the fields of a drafter's config, and how they are read from and written to config.json."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -18,8 +18,9 @@ from .json_file import read_json
 from .names import refuse_unknown
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-# Keywords that `PreTrainedConfig` takes besides its fields, from a person or out of its own `to_dict()`.
-BASE_NAMES = (
+# The names that `PreTrainedConfig` takes, which `Eagle31Config` takes too: its fields, and keywords from a person or
+# out of its own `to_dict()`.
+BASE_NAMES = frozenset(field.name for field in fields(PreTrainedConfig)) | {
     "model_type",
     "name_or_path",
     "torch_dtype",
@@ -36,7 +37,7 @@ BASE_NAMES = (
     "auto_map",
     "use_return_dict",
     "use_cache",
-)
+}
 # Fields that a config.json may set besides this class's own. All others are left unread: a file may not size a table
 # of labels, name code for attention, or turn this model's outputs into tuples.
 FILE_NAMES = (
@@ -75,21 +76,6 @@ def default_layer_ids(num_target_layers: int) -> list[int]:
             " expected three ascending ids; set aux_hidden_state_layer_ids in the drafter's config, e.g. [1, 2, 3]."
         )
     return ids
-
-
-def base_names() -> set[str]:
-    """Returns the names that `PreTrainedConfig` takes, which `Eagle31Config` takes too."""
-    return {*(field.name for field in fields(PreTrainedConfig)), *BASE_NAMES}
-
-
-def _read_part(values: Mapping[str, Any], own_names: set[str]) -> dict[str, Any]:
-    """Returns the values of a config.json that are read. Raises ValueError for a dtype that weights do not have."""
-    read = {name: value for name, value in values.items() if name in own_names or name in FILE_NAMES}
-    for name in ("dtype", "torch_dtype"):
-        dtype = str(read.get(name)).removeprefix("torch.")
-        if dtype not in (*DTYPES, "None"):
-            raise ValueError(f"Eagle31Config: {name} is {dtype[:80]}; expected {', '.join(DTYPES)}.")
-    return read
 
 
 @strict
@@ -181,8 +167,9 @@ class Eagle31Config(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        self._refuse_unknown(name for name in kwargs if not name.startswith("_"))
-        check_bounds(self, self._own_names())
+        unknown = {name for name in kwargs if not name.startswith("_")} - BASE_NAMES
+        refuse_unknown(unknown, FIELDS, "fields of Eagle31Config")
+        check_bounds(self, FIELDS)
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -215,14 +202,20 @@ class Eagle31Config(PreTrainedConfig):
 
         A config that only points to its weights (`weights_from`) is completed by the checkpoint it points to, which is
         fetched with the Hub options given here, or to the `from_pretrained` that calls this. Raises ValueError for a
-        keyword that is no field, unless `return_unused_kwargs` asks for those.
+        keyword that is no field, unless `return_unused_kwargs` asks for those, and for a dtype that weights do not
+        have.
         """
         if not kwargs.get("return_unused_kwargs"):
-            cls._refuse_unknown(kwargs.keys() - set(FROM_DICT_NAMES))
+            refuse_unknown(kwargs.keys() - BASE_NAMES - {*FROM_DICT_NAMES}, FIELDS, "fields of Eagle31Config")
         if config_dict.get("weights_from") is not None:
             config_dict = cls.complete(config_dict, HUB_OPTIONS_GIVEN.get({}) | kwargs).to_dict()
-        given = {name: kwargs.pop(name) for name in cls._own_names() & kwargs.keys()}
-        return super().from_dict(_read_part(config_dict, cls._own_names()) | given, **kwargs)
+        read = {name: value for name, value in config_dict.items() if name in FIELDS or name in FILE_NAMES}
+        for name in ("dtype", "torch_dtype"):
+            dtype = str(read.get(name)).removeprefix("torch.")
+            if dtype not in (*DTYPES, "None"):
+                raise ValueError(f"Eagle31Config: {name} is {dtype[:80]}; expected {', '.join(DTYPES)}.")
+        given = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
+        return super().from_dict(read | given, **kwargs)
 
     @classmethod
     def from_json_file(cls, json_file):
@@ -254,15 +247,6 @@ class Eagle31Config(PreTrainedConfig):
             )
         return values, unused
 
-    @classmethod
-    def _own_names(cls) -> set[str]:
-        """Returns the names of the fields that this class, or a subclass, adds to `PreTrainedConfig`."""
-        return {field.name for field in fields(cls)} - (base_names() - Eagle31Config.__annotations__.keys())
-
-    @classmethod
-    def _refuse_unknown(cls, names: Iterable[str]) -> None:
-        refuse_unknown(set(names) - base_names(), cls._own_names(), "fields of Eagle31Config")
-
     @property
     def num_aux_states(self) -> int:
         """The number n of target layers whose hidden states are captured."""
@@ -293,3 +277,6 @@ class Eagle31Config(PreTrainedConfig):
     def validate_architecture(self):
         """Raises ValueError for fields that contradict each other; the strict dataclass calls it after construction."""
         check_rules(self)
+
+
+FIELDS = frozenset(Eagle31Config.__annotations__)  # its own names, and those of the base whose defaults it sets

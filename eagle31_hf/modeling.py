@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 from . import vocab
 from .attention import GQAttention, MLAttention, Norm
 from .cache_names import CACHE, IS_RENAMED
-from .configuration import Eagle31Config
+from .configuration import FIELDS, Eagle31Config
 from .names import refuse_unknown
 from .pretrained import Eagle31PreTrainedModel
 from .shared_target import SharesTarget
@@ -105,9 +105,7 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
     _can_record_outputs = {"hidden_states": Eagle31DecoderLayer, "attentions": [GQAttention, MLAttention]}
 
     def __init__(self, config: Eagle31Config, **unknown: Any):
-        refuse_unknown(
-            unknown, Eagle31Config.__annotations__, "fields of Eagle31Config or arguments of from_pretrained"
-        )
+        refuse_unknown(unknown, FIELDS, "fields of Eagle31Config or arguments of from_pretrained")
         super().__init__(config)
         h = config.hidden_size
         eps = config.rms_norm_eps

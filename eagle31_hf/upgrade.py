@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .configuration import Eagle31Config
+from .configuration import FIELDS, Eagle31Config
 from .diagnostics.acceptance import AcceptanceStats, chain_knobs, measure_acceptance
 from .modeling import Eagle31DrafterModel, refuse_parallel
 from .quantized import refuse_quantized
@@ -169,7 +169,7 @@ def _calibration_texts(
 
 def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     """Returns a copy of the drafter with the modules that EAGLE 3.1 adds, whose weights are still to be fitted."""
-    fields = {name: getattr(drafter.config, name) for name in Eagle31Config.__annotations__}
+    fields = {name: getattr(drafter.config, name) for name in FIELDS}
     config = Eagle31Config(
         **fields | {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False}
     )

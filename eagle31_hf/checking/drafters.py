@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import vocab
 from ..checkpoints.headers import read_headers
-from ..checkpoints.read import FIELDS
-from ..configuration import Eagle31Config
+from ..configuration import FIELDS, Eagle31Config
 from ..hub import kind
 from ..modeling import Eagle31DrafterModel
 from ..names import refuse_unknown

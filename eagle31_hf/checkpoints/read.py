@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import vocab
-from ..configuration import HUB_OPTIONS, Eagle31Config, base_names
+from ..configuration import BASE_NAMES, FIELDS, HUB_OPTIONS, Eagle31Config
 from ..json_file import show
 from ..names import nearest, refuse_unknown
 from . import keys, layer_ids
@@ -37,8 +37,6 @@ NOT_OVERRIDES = (
     "torch_dtype",
     "auto_map",
 )
-
-FIELDS = frozenset(Eagle31Config.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ def linked_weights(link: Any, where: str) -> tuple[str, str | None]:
 
 def _misspelt(values: Mapping[str, Any]) -> list[str]:
     """Returns a note on every key of a native config.json that is no field but is spelt almost like one."""
-    unknown = sorted(values.keys() - FIELDS - base_names())
+    unknown = sorted(values.keys() - FIELDS - BASE_NAMES)
     meant = {name: nearest(name, FIELDS) for name in unknown}
     return [
         f"config.json has {show(name)}, which is no field and not read: is {other} meant"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.knobs import LEAST, MAX_TOKENS
-from ..configuration import Eagle31Config
+from ..configuration import FIELDS
 from ..json_file import finite, parse_value
 from ..names import refuse_unknown
 from ..printable import printable
@@ -234,7 +234,7 @@ def config_field(text: str) -> tuple[str, Any]:
     """Reads `FIELD=VALUE` for a field of Eagle31Config."""
     name, value = field(text)
     try:
-        refuse_unknown([name], Eagle31Config.__annotations__, "a field of Eagle31Config")
+        refuse_unknown([name], FIELDS, "a field of Eagle31Config")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name, value

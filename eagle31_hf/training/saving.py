@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, sort_checkpoints
 
 from .. import vocab
-from ..configuration import Eagle31Config
+from ..configuration import FIELDS, Eagle31Config
 from ..hub import CARD, render_card
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
@@ -86,7 +86,7 @@ def check_drafter(drafter: Eagle31DrafterModel, checkpoint: str) -> None:
     """Raises ValueError where a checkpoint is of a drafter with other fields, whose weights would be run by another
     network, or with another draft vocabulary, whose head's weights would be taken for those of other tokens."""
     was, is_now = Eagle31Config.from_pretrained(checkpoint).to_dict(), drafter.config.to_dict()
-    for name in sorted(Eagle31Config.__annotations__.keys() - FREE_FIELDS):
+    for name in sorted(FIELDS - FREE_FIELDS):
         if was.get(name) != is_now.get(name):
             raise ValueError(
                 f"{checkpoint}: its drafter has {name} {was.get(name)}, and {is_now.get(name)} is asked for now;"
