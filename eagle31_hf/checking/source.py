@@ -105,7 +105,14 @@ def _of_values(name: str, values: dict[str, Any], path: Path) -> TargetSource:
             f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it."
         )
     if kind not in CONFIG_MAPPING:
-        return TargetSource(name, None, why_unknown=_why_unknown(kind, values))
+        why = f"transformers {transformers.__version__} does not know the architecture {kind}; a newer one may"
+        if values.get("auto_map"):
+            why = (
+                f"its architecture, {kind}, is code in its repository (auto_map), which transformers"
+                f" {transformers.__version__} does not have and which is not run here; where you trust it, load the"
+                " model with trust_remote_code=True and ask check_target(model)"
+            )
+        return TargetSource(name, None, why_unknown=why)
     _check_sizes(values, path)
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
@@ -128,16 +135,6 @@ def _readable(value: Any) -> Any:
             return float(value["__float__"])
         return {name: _readable(each) for name, each in value.items() if name not in NOT_READ}
     return [_readable(each) for each in value] if isinstance(value, list) else value
-
-
-def _why_unknown(kind: str, values: dict[str, Any]) -> str:
-    if values.get("auto_map"):
-        return (
-            f"its architecture, {kind}, is code in its repository (auto_map), which transformers"
-            f" {transformers.__version__} does not have and which is not run here; where you trust it, load the model"
-            " with trust_remote_code=True and ask check_target(model)"
-        )
-    return f"transformers {transformers.__version__} does not know the architecture {kind}; a newer one may"
 
 
 def _check_sizes(values: dict[str, Any], path: Path) -> None:

@@ -32,8 +32,10 @@ def unpickle(path: Path) -> dict[Any, Any]:
         others = sorted({name for name in _globals(path) if not PLAIN.fullmatch(name)})
         values = {} if others else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # what reads a damaged archive or pickle may fail on it in any way
+        text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+        reason = re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]  # no advice to load it as code
         raise ValueError(
-            f"{path}: is not a sound PyTorch file ({type(error).__name__}: {_reason(error)}). Download it again."
+            f"{path}: is not a sound PyTorch file ({type(error).__name__}: {reason}). Download it again."
         ) from None
     if others:
         raise ValueError(
@@ -52,12 +54,6 @@ def stored_sizes(path: Path) -> set[int]:
     """
     with zipfile.ZipFile(path) as archive:
         return {entry.file_size for entry in archive.infolist()}
-
-
-def _reason(error: Exception) -> str:
-    """Returns torch's message about the file, without its advice to load it as code."""
-    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
-    return re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]
 
 
 def _check_archive(path: Path) -> None:

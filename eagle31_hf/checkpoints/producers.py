@@ -146,8 +146,5 @@ PRODUCERS = (
 
 def identify(files: CheckpointFiles) -> tuple[Producer, str]:
     """Returns the first of PRODUCERS whose sign is there, and the sign."""
-    for producer in PRODUCERS:
-        reason = producer.detect(files)
-        if reason is not None:
-            return producer, reason
-    raise AssertionError("the last row takes everything")
+    signs = ((producer, producer.detect(files)) for producer in PRODUCERS)
+    return next((producer, sign) for producer, sign in signs if sign is not None)  # the last row takes everything

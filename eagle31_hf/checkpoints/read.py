@@ -203,14 +203,22 @@ def _misspelt(values: Mapping[str, Any]) -> list[str]:
 def _complete(checkpoint: Checkpoint) -> None:
     """Adds the tensors that are made to a checkpoint, and takes those out that are not needed.
 
-    Raises ValueError unless the tensors are then exactly those that the config asks for.
+    Raises ValueError unless the tensors are then exactly those that the config asks for, and for one that nothing can
+    be built from.
     """
     source, config = checkpoint.files.source, checkpoint.config
     tensors, dropped = checkpoint.tensors, checkpoint.dropped
     names = {stored.name: name for name, stored in tensors.items()}
     if config.aux_hidden_state_layer_ids is not None:
         layer_ids.check(config.aux_hidden_state_layer_ids, f"{source}: config.json: aux_hidden_state_layer_ids")
-    expected = _expected(config, tensors, source)
+    check_computable(config, source)
+    layers = layer_count(tensors)
+    if config.num_hidden_layers != layers:  # before that many are built
+        raise keys.contradicted(source, "num_hidden_layers", config.num_hidden_layers, layers, "as many")
+    try:
+        expected = expected_tensors(config)
+    except (ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{source}: config.json: {error}; expected the sizes and the rope of a drafter.") from error
     if "d2t" in expected:
         checkpoint.made.update(_vocabulary_map(checkpoint))
     else:
@@ -222,25 +230,14 @@ def _complete(checkpoint: Checkpoint) -> None:
         if name.endswith("self_attn.o_proj.bias") and checkpoint.format != NATIVE:
             dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
             checkpoint.made[name] = torch.zeros(expected[name], dtype=dtype)
-    if MASK in tensors and MASK in expected and tensors[MASK].shape != expected[MASK]:
-        checkpoint.made.update(_flat_mask(tensors[MASK], expected[MASK]))
+    if MASK in tensors and tensors[MASK].shape != expected.get(MASK):
+        sizes = tuple(size for size in tensors[MASK].shape if size != 1)
+        if sizes == expected.get(MASK):
+            checkpoint.made[MASK] = tensors[MASK].load().reshape(sizes)
     for flag, name in (("share_target_embeddings", "embed_tokens.weight"), ("share_target_head", "lm_head.weight")):
         if checkpoint.format != NATIVE and getattr(config, flag) and name in tensors:
             dropped[tensors.pop(name).name] = f"{flag} is on: the target's is used"
     _compare(checkpoint, expected, names)
-
-
-def _expected(config: Eagle31Config, tensors: Collection[str], source: str) -> Shapes:
-    """Returns the native names and shapes that the config asks for. Raises ValueError for one that nothing can be built
-    from, or of other layers than the tensors': before many of them are built."""
-    check_computable(config, source)
-    layers = layer_count(tensors)
-    if config.num_hidden_layers != layers:
-        raise keys.contradicted(source, "num_hidden_layers", config.num_hidden_layers, layers, "as many")
-    try:
-        return expected_tensors(config)
-    except (ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{source}: config.json: {error}; expected the sizes and the rope of a drafter.") from error
 
 
 def _compare(checkpoint: Checkpoint, expected: Shapes, names: dict[str, str]) -> None:
@@ -302,12 +299,6 @@ def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
                 f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t"
             )
     return {"d2t": d2t, "t2d": t2d}
-
-
-def _flat_mask(stored: StoredTensor, expected: tuple[int, ...]) -> dict[str, Tensor]:
-    """Returns P-EAGLE's `mask_hidden` in the native shape; none where it has another size."""
-    sizes = [size for size in stored.shape if size != 1]
-    return {MASK: stored.load().reshape(expected)} if tuple(sizes) == expected else {}
 
 
 def _load_map(stored: StoredTensor) -> Tensor:

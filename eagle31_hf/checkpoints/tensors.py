@@ -43,13 +43,6 @@ OTHER_GRAPHS = (
 )
 
 
-def native_name(name: str) -> str:
-    """Returns the native name for a name on disk."""
-    for pattern, replacement in RENAMES:
-        name = re.sub(pattern, replacement, name, count=1)
-    return name
-
-
 def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dict[str, str]]:
     """Returns names on disk -> native names, and the names that are left out -> why.
 
@@ -64,7 +57,9 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
         if reason is None or (
             "hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names
         ):
-            renamed[name] = native_name(name)
+            renamed[name] = name
+            for pattern, replacement in RENAMES:
+                renamed[name] = re.sub(pattern, replacement, renamed[name], count=1)
         else:
             dropped[name] = reason
     for target, count in Counter(renamed.values()).items():
