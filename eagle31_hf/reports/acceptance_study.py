@@ -5,7 +5,7 @@ Speed is measured prompt by prompt, the target alone and every way in turn: mach
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -214,7 +214,10 @@ class AcceptanceStudy(Study):
             new = self._new_tokens(generate, batch, count, **condition.options)
             synchronize(self.target.device)
             seconds = time.perf_counter() - began
-        ids = [_through_end(row, stop_ids(self.target, None)) for row in new.tolist()]
+        stops = stop_ids(self.target, None)
+        # up to the token that ends the text: after it there is padding
+        ends = [next((k + 1 for k, token in enumerate(row) if token in stops), len(row)) for row in new.tolist()]
+        ids = [row[:end] for row, end in zip(new.tolist(), ends, strict=True)]
         return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
 
     def _new_tokens(self, generate: Generate, batch: Batch, max_new_tokens: int, **options: Any) -> Tensor:
@@ -247,12 +250,6 @@ def named(way: str) -> str:
 def end_of(prompt: str) -> str:
     """Returns the end of a prompt, as much as is shown of it."""
     return prompt if len(prompt) <= PROMPT_END else f"...{prompt[-PROMPT_END:]}"
-
-
-def _through_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """Returns ids up to the one that ends the text; after it there is padding."""
-    end = next((k + 1 for k, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:end]
 
 
 def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -103,14 +103,19 @@ def _holds_something(value: Any) -> bool:
 
 
 def _without_answer(record: Record) -> Source:
-    """Makes a prompt of a record of training data. Raises Skipped for any other."""
+    """Makes a prompt of a record of training data: of token ids those before the first answer, or all where there are
+    none. Raises Skipped for any other record."""
     ids = record.get("input_ids")
     if isinstance(ids, list) and not any(mark in record for mark in ANSWER_COLUMNS):
         record = {**record, "answers": [0] * len(ids)}
     parsed = parse_record(record, QUESTIONS)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
-    return Source(ids=_question_of(parsed)) if isinstance(parsed, Tokens) else Source(text=parsed)
+    if not isinstance(parsed, Tokens):
+        return Source(text=parsed)
+    begins = parsed.answers.nonzero()
+    before = parsed.input_ids[: int(begins[0])] if len(begins) else parsed.input_ids
+    return Source(ids=before if len(before) else parsed.input_ids)
 
 
 def _with_context(question: Any, record: Record) -> Any:
@@ -136,12 +141,6 @@ def _asked(question: Any, tools: list[Any] | None = None) -> Source:
         raise Skipped("no question", "a chat has no message of a user before the first answer; expected one.")
     asked_later = (text_of(message) for message in parsed.messages[end:] if message["role"] == "user")
     return Source(chat=Chat(parsed.messages[:end], parsed.tools), later=tuple(filter(None, asked_later)))
-
-
-def _question_of(tokens: Tokens) -> Tensor:
-    """Returns the ids (T,) before the first answer; all of them where there is none."""
-    begins = tokens.answers.nonzero()
-    return tokens.input_ids[: int(begins[0])] if len(begins) and int(begins[0]) else tokens.input_ids
 
 
 @dataclass(frozen=True)
