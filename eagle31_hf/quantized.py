@@ -20,9 +20,8 @@ KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.uint8, 448.0)}
 # Up to so many rows the operation runs, which reads the weight once; more, those of a prompt or of a large batch's
 # trees, are multiplied by a copy of the weight in their own dtype.
 FEW_ROWS = 64
-READ_AS_WEIGHT = (
-    "kv_b_proj"  # a small layer, parts of whose weight latent attention multiplies with queries and outputs
-)
+# a small layer, parts of whose weight latent attention multiplies with queries and outputs
+READ_AS_WEIGHT = "kv_b_proj"
 REMEDY = "load the drafter again, without quantizing it."
 UNWRAP = "merge adapters and quantize before compiling."
 WRAPPERS = {"base_layer": "adapted by PEFT", "modules_to_save": "adapted by PEFT", "_orig_mod": "compiled by itself"}
