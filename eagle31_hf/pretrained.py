@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .checkpoints.convert import open_to_others, remove_stale_weights
 from .checkpoints.knobs import check_knobs
 from .checkpoints.read import Checkpoint, read_checkpoint
 from .checkpoints.sharing import folder_lock, reads_one_state
-from .checkpoints.write import open_to_others, remove_stale_weights
 from .configuration import FIELDS, HUB_OPTIONS, Eagle31Config
 from .hub import CARD, REPORT, CardFacts, commit, render_card
 from .quantized import check_state, quantize, refuse_quantized, refuse_quantized_state

@@ -19,14 +19,13 @@ from ..quantized import refuse_quantized
 from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import DTYPES, Entry
 from . import layer_ids
-from .convert import entries
+from .convert import entries, write_weights
 from .files import WEIGHTS
 from .keys import DRAFTER, FLAGS, write_geometry
 from .producers import EXPORTED_BY, NATIVE
 from .read import read_checkpoint
 from .sharing import stamps, unchanged
 from .tensors import expected_tensors
-from .write import write_weights
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 

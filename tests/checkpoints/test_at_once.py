@@ -22,9 +22,9 @@ from writers import LAYOUTS
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
 from eagle31_hf.checkpoints import sharing
+from eagle31_hf.checkpoints.convert import write_weights
 from eagle31_hf.checkpoints.files import STAGED
 from eagle31_hf.checkpoints.sharing import LOCK, folder_lock, stamps
-from eagle31_hf.checkpoints.write import write_weights
 from eagle31_hf.hub import publish
 from eagle31_hf.storage.folders import new_folder
 
