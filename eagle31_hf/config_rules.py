@@ -15,12 +15,11 @@ MAX_HEAD_DIM = 2**16
 MAX_ROPE_PARAMETERS = 32
 BOUNDS = {"num_hidden_layers": MAX_LAYERS, "sliding_window": MAX_LENGTH, "max_position_embeddings": MAX_LENGTH}
 FLOATS = ("attention_dropout", "rms_norm_eps", "initializer_range", "logit_scale")
-# Sizes that have to be above 0: of every drafter, of one with grouped-query attention, and of one with MLA.
+# Sizes that have to be above 0: of every drafter, and of one with MLA.
 SIZES = (
     "hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings",
 )  # fmt: skip
-GQA_SIZES = ("head_dim",)
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -51,7 +50,7 @@ def check_rules(config: Any) -> None:
 def _wrong_numbers(config: Any) -> Iterator[str]:
     """Yields what is wrong with single fields. A check may rely on those before it: nothing is asked once one fails."""
     is_latent = config.kv_lora_rank is not None
-    names = [*SIZES, *(MLA_SIZES if is_latent else GQA_SIZES)]
+    names = [*SIZES, *(MLA_SIZES if is_latent else ("head_dim",))]
     if is_latent and config.q_lora_rank is not None:
         names.append("q_lora_rank")
     wrong = [f"{name} is {getattr(config, name)}" for name in names if (getattr(config, name) or 0) <= 0]

@@ -33,14 +33,20 @@ def read_json(path: Path, max_values: int = MAX_VALUES, constants: bool = False)
 
 
 def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, constants: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in `data`. Raises ValueError for anything else; the message begins with `where`."""
+    """Returns the JSON object in `data`. Raises ValueError for anything else, for one that is nested too deep, and for
+    text with control characters; the message begins with `where`."""
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > max_values:
         raise ValueError(
             f"{where}: holds more than {max_values} values; expected fewer. This is not a config or an index."
         )
     try:
         value = _decoded(data, constants)
-        _check(value)
+        for depth, level in enumerate(levels(value), 1):
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+            for item in level:
+                if isinstance(item, str) and NOT_TEXT.search(item):
+                    raise ValueError(f"{show(item)} holds control characters")
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where}: is not valid JSON ({error}); expected one JSON object. Download it again."
@@ -95,16 +101,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(counts) != len(pairs):
         raise ValueError(f"it has {show(counts.most_common(1)[0][0])} twice")
     return dict(pairs)
-
-
-def _check(value: Any) -> None:
-    """Raises ValueError for values nested too deep, and for text with control characters."""
-    for depth, level in enumerate(levels(value), 1):
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-        for item in level:
-            if isinstance(item, str) and NOT_TEXT.search(item):
-                raise ValueError(f"{show(item)} holds control characters")
 
 
 def levels(value: Any) -> Iterator[list[Any]]:

@@ -41,14 +41,10 @@ def on_signals(handler: Any) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the program with one line."""
     os.write(2, b"eagle31: stopped while starting; nothing was done\n")
     die(number)
 
 
-def watch() -> None:
-    """Makes the signals STOPPING end the program with one line, until the command itself handles them."""
-    if is_program():
-        on_signals(_end)
-
-
-watch()
+if is_program():  # until the command itself handles them
+    on_signals(_end)

@@ -137,7 +137,12 @@ def _understand(
     keys.refuse_other_graphs(files.config, files.source)
     knobs: dict[str, Any] = {}
     if producer.name == NATIVE:
-        notes += _misspelt(files.config)
+        unknown = {name: nearest(name, FIELDS) for name in sorted(files.config.keys() - FIELDS - BASE_NAMES)}
+        notes += [
+            f"config.json has {show(name)}, which is no field and not read: is {meant} meant"
+            for name, meant in unknown.items()
+            if meant
+        ]
         # beside weights of its own, it points to no others
         config = build_config(files.config | overrides | {"weights_from": None}, files.source)
         knobs = read_knobs(files.weight_files[0].parent)  # a conversion in place stages them beside the weights
@@ -187,17 +192,6 @@ def linked_weights(link: Any, where: str) -> tuple[str, str | None]:
             f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository."
         )
     return repo_id, revision
-
-
-def _misspelt(values: Mapping[str, Any]) -> list[str]:
-    """Returns a note on every key of a native config.json that is no field but is spelt almost like one."""
-    unknown = sorted(values.keys() - FIELDS - BASE_NAMES)
-    meant = {name: nearest(name, FIELDS) for name in unknown}
-    return [
-        f"config.json has {show(name)}, which is no field and not read: is {other} meant"
-        for name, other in meant.items()
-        if other
-    ]
 
 
 def _complete(checkpoint: Checkpoint) -> None:
