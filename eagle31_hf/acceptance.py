@@ -138,10 +138,6 @@ class AcceptanceStats(SequenceStats):
         lines += filter(None, [self.explanation])
         return "\n".join(lines)
 
-    def _sequence(self, b: int) -> SequenceStats:
-        self.sequences += [SequenceStats() for _ in range(b + 1 - len(self.sequences))]
-        return self.sequences[b]
-
     def add(self, kind: str, found: Round, drafted: list[int], seconds: dict[str, float], execution: str = "") -> None:
         """Adds a round of a kind, whose drafts for sequence b were a chain or tree `drafted[b]` tokens deep. `seconds`:
         of its phases; `execution`: the way in which it was run."""
@@ -152,9 +148,10 @@ class AcceptanceStats(SequenceStats):
                 self.target_forwards += 1
                 self.kinds[kind] += 1
                 self.executions.update(filter(None, [execution]))
+            self.sequences += [SequenceStats() for _ in range(len(found.tokens) - len(self.sequences))]
             for b, (count, tokens) in enumerate(zip(found.num_accepted, found.tokens, strict=True)):
                 if count is not None:
-                    for counts in (self, self._sequence(b)):
+                    for counts in (self, self.sequences[b]):
                         counts._add(kind == PREFILL, drafted[b], count, len(tokens))
 
     def add_choices(self, choices: Counter[str], explanation: str) -> None:
