@@ -5,14 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.knobs import AUTO
 from .document import SCHEMA, Column, Section, Table
 from .figures import Figure, kept
 
-SAME_PROMPTS = "Both are of the same prompts, which are compared one by one."
-OTHER_PROMPTS = "Prompts differ: intervals are wider."
-AUTO = "auto"
 EXPECTED = "the report.json of `eagle31 bench acceptance`"
-NOTHING_IN_COMMON = "No drafter, condition and way of drafting is in both reports."
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
@@ -48,8 +45,9 @@ def against(earlier: Mapping[str, Any], figures: Mapping[str, Any], facts: Mappi
         before, now = ([{"accepted": [count], "rounds": rounds} for count, rounds in one["by_prompt"]] for one in pair)
         ratio = kept(now, before, is_same and len(now) == len(before))
         lines.append([*place, *shown, ratio.shown, verdict(ratio)])
-    text = f"Accepted drafts a round, then and now. {SAME_PROMPTS if is_same else OTHER_PROMPTS}"
-    note = "" if lines else NOTHING_IN_COMMON
+    same, other = "Both are of the same prompts, which are compared one by one.", "Prompts differ: intervals are wider."
+    text = f"Accepted drafts a round, then and now. {same if is_same else other}"
+    note = "" if lines else "No drafter, condition and way of drafting is in both reports."
     return Section(f"Beside {name}", text, [Table("accepted drafts", columns, lines, note)])
 
 

@@ -64,7 +64,8 @@ class DriftStudy(Study):
     has_interventions: bool
 
     def measure(self, label: str, load: Load) -> Measured:
-        """Measures a drafter: as it is, with interventions, in longer contexts, and there with remedies."""
+        """Measures a drafter: as it is, with interventions, in longer contexts, and in the longest with remedies, where
+        less is accepted there than in short ones."""
         drafter, prompts = load(), dict(enumerate(self.prompts.ids))
         found = Measured(label, drafter.config)
         found.rows[PLAIN] = self._each(label, PLAIN, prompts, partial(self._watch, drafter))
@@ -77,18 +78,14 @@ class DriftStudy(Study):
             found.rows[name] = self._each(label, name, prompts, partial(self._count, drafter, install))
         for length in self.lengths:
             self._lengthen(found, length, "", drafter)
-        if found.contexts:
-            self._try_remedies(found, load)
-        return found
-
-    def _try_remedies(self, found: Measured, load: Load) -> None:
-        """Measures remedies at the longest context, where less is accepted than in short ones."""
+        if not found.contexts:
+            return found
         longest = found.longest
         now, before = (accepted_drafts(rows).value for rows in (longest.rows, longest.short))
-        if now is None or before is None or now >= FALLEN * before:
-            return
-        for remedy, fields in remedies_of(found.config, longest.length, self.lengths).items():
-            self._lengthen(found, longest.length, remedy, load(**fields))
+        if now is not None and before is not None and now < FALLEN * before:
+            for remedy, fields in remedies_of(found.config, longest.length, self.lengths).items():
+                self._lengthen(found, longest.length, remedy, load(**fields))
+        return found
 
     def _lengthen(self, found: Measured, length: int, remedy: str, drafter: Eagle31DrafterModel) -> None:
         """Measures the prompts that can be put in a context of that length, where there are any."""

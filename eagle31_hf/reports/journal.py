@@ -84,11 +84,16 @@ def open_journal(folder: Path, facts: dict[str, Any], resume: bool) -> Iterator[
                     f"{folder}: another process is measuring into it; wait for it, or name another folder."
                 )
         lines = _whole_lines(file)
-        if lines:
-            _check_same(folder, lines[0], facts)
-        else:
+        if not lines:
             file.write(json.dumps(facts).encode() + b"\n")
             file.flush()
+        found = lines[0] if lines else facts
+        names = [name for name in {**found, **facts} if found.get(name) != facts.get(name)]
+        if names:
+            said = "; ".join(f"{name} {_short(found.get(name))}, now {_short(facts.get(name))}" for name in names)
+            raise ValueError(
+                f"{folder}: was measured with other settings ({said}); name another folder, or use the same."
+            )
         yield Journal(file, {name: found for line in lines[1:] for name, found in line.items()})
 
 
@@ -106,13 +111,6 @@ def _whole_lines(file: Any) -> list[Any]:
         return lines
     except ValueError as error:
         raise ValueError(f"{file.name}: is no journal of figures ({error}); name another folder.") from None
-
-
-def _check_same(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
-    if names:
-        said = "; ".join(f"{name} {_short(found.get(name))}, now {_short(expected.get(name))}" for name in names)
-        raise ValueError(f"{folder}: was measured with other settings ({said}); name another folder, or use the same.")
 
 
 def _short(value: Any) -> str:
