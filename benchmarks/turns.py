@@ -18,7 +18,7 @@ from eagle31_hf import demo
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.bench import environment
 from eagle31_hf.cli.parsing import positive
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
+from eagle31_hf.demo import HELD_OUT, held_out_file
 from eagle31_hf.generation.read_text import ATTRIBUTE
 
 ASKED, APART = 60, 100  # tokens that a turn asks, and how far apart they stand in a file

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from eagle31_hf.demo.corpus import HELD_OUT, stdlib
+from eagle31_hf.demo import HELD_OUT, stdlib
 
 # Folders that are left out: tests, which repeat themselves, and tables or generated text rather than code.
 LEFT_OUT = {

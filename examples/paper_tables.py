@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf import Eagle31DrafterModel, demo
 from eagle31_hf.bench import environment
-from eagle31_hf.demo.corpus import HELD_OUT
+from eagle31_hf.demo import HELD_OUT
 from eagle31_hf.diagnostics.acceptance import measure_acceptance
 from eagle31_hf.diagnostics.attention_mass import KINDS
 from eagle31_hf.diagnostics.chains import recorded_chains

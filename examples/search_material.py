@@ -16,7 +16,7 @@ from torch import Tensor
 from train_second_target import headers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
+from eagle31_hf.demo import HELD_OUT, held_out_file
 from eagle31_hf.storage.fingerprints import digest, weights_fingerprint
 from eagle31_hf.training.objective import Batch
 from eagle31_hf.training.target import TargetReader

@@ -12,7 +12,7 @@ from corpus import training_files
 from pretraining import parse_args, train_tokenizer, write_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
+from eagle31_hf.demo import HELD_OUT, held_out_file
 
 VOCAB_SIZE = 2048
 

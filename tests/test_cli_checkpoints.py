@@ -8,7 +8,7 @@ import pytest
 from eagle31_hf import Eagle31DrafterModel, demo
 from eagle31_hf.checkpoints import EXPORT_FORMATS, export_checkpoint, read_checkpoint
 from eagle31_hf.cli import main
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
+from eagle31_hf.demo import HELD_OUT, held_out_file
 
 TARGET, DRAFTER, EAGLE3 = (str(demo.FOLDER / name) for name in ("target", "eagle31", "eagle3"))
 

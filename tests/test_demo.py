@@ -8,7 +8,7 @@ import torch
 
 from eagle31_hf import AcceptanceStats, demo, track_acceptance
 from eagle31_hf.bench import Shape, profile
-from eagle31_hf.demo.corpus import HELD_OUT, stdlib
+from eagle31_hf.demo import HELD_OUT, stdlib
 
 LARGEST_PAIR = 12 * 2**20  # bytes
 

@@ -7,7 +7,7 @@ from close import FORWARD, assert_close
 from factories import EAGLE3, VARIANTS, WIDTH, build, inputs, target
 
 from eagle31_hf import Eagle31DrafterModel, demo, upgrade_to_eagle31
-from eagle31_hf.demo.corpus import HELD_OUT, held_out_file
+from eagle31_hf.demo import HELD_OUT, held_out_file
 
 KINDS = {
     "eagle3": EAGLE3,

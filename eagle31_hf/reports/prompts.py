@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..demo.corpus import HELD_OUT, held_out_file
+from ..demo import HELD_OUT, held_out_file
 from ..training.kinds import ANSWER_COLUMNS, KINDS, Chat, Tokens, check_ids, check_text, parse_record, text_of
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by

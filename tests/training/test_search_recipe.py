@@ -10,7 +10,7 @@ import torch
 
 from eagle31_hf import Eagle31Trainer as Trainer
 from eagle31_hf import Eagle31TrainingArguments, demo, track_acceptance
-from eagle31_hf.demo.corpus import held_out_file
+from eagle31_hf.demo import held_out_file
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import going_on
