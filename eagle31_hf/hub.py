@@ -77,7 +77,19 @@ def kind(config: Eagle31Config) -> str:
 def render_card(config: Eagle31Config, facts: CardFacts | None = None, repo_id: str = "OWNER/NAME") -> str:
     """Returns the model card of a native drafter: metadata for the Hub, use, config, training and acceptance."""
     facts = facts or CardFacts()
-    parts = [_front_matter(config, facts), _usage(config, repo_id)]
+    # a local folder is no base model on the Hub
+    named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None
+    data = ModelCardData(
+        base_model=named,
+        base_model_relation="adapter" if named else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=facts.license,
+        language=facts.language or None,
+        datasets=facts.datasets or None,
+        tags=[TAG_OF.get(kind(config), "eagle3"), *TAGS, *facts.tags],
+    )
+    parts = [f"---\n{data.to_yaml()}\n---", _usage(config, repo_id)]
     parts.append("## What it is\n\n" + table(("", ""), described(config)))
     if facts.training:
         parts.append("## Training\n\n" + table(("", ""), facts.training.items()))
@@ -94,22 +106,6 @@ def with_report(card: str, report: str) -> str:
     if OWN_REPORT.search(card):
         return OWN_REPORT.sub(lambda found: part, card, count=1)
     return f"{card.rstrip()}\n\n{part}\n"
-
-
-def _front_matter(config: Eagle31Config, facts: CardFacts) -> str:
-    # a local folder is no base model on the Hub
-    named = config.target_model if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_model or "") else None
-    data = ModelCardData(
-        base_model=named,
-        base_model_relation="adapter" if named else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        license=facts.license,
-        language=facts.language or None,
-        datasets=facts.datasets or None,
-        tags=[TAG_OF.get(kind(config), "eagle3"), *TAGS, *facts.tags],
-    )
-    return f"---\n{data.to_yaml()}\n---"
 
 
 def _usage(config: Eagle31Config, repo_id: str) -> str:

@@ -31,10 +31,6 @@ Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an 
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
 SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
-WINDOW: Rule = (
-    lambda c: "sliding_attention" in c.layer_types,
-    "it attends to everything; the drafter has a sliding window",
-)
 QWEN_MLP: Rule = (
     lambda c: c.qk_norm and c.mlp_bias,
     "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
@@ -57,7 +53,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "it does not draft in parallel (P-EAGLE)"),
     NO_BIAS,
     SILU,
-    WINDOW,
+    (lambda c: "sliding_attention" in c.layer_types, "it attends to everything; the drafter has a sliding window"),
     (
         lambda c: c.norm_before_residual,
         "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input",
@@ -92,19 +88,16 @@ class ExportFormat:
     ascending_vocabulary: bool = False
 
 
-def _architecture(config: Eagle31Config) -> tuple[str, str]:
-    """Returns the architecture and model_type under which engines know a drafter's layers."""
-    if config.kv_lora_rank is not None:
-        return "Eagle3DeepseekV2ForCausalLM", "deepseek_v2"
-    return ("Eagle3Qwen3ForCausalLM", "qwen3") if config.qk_norm else ("LlamaForCausalLMEagle3", "llama")
-
-
 def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
     """Returns the flat config.json that vLLM and SGLang share, with every flag written out.
 
     Its layer ids are boundary ids at the top level, where vLLM reads them.
     """
-    architecture, model_type = _architecture(config)
+    architecture, model_type = "LlamaForCausalLMEagle3", "llama"
+    if config.kv_lora_rank is not None:
+        architecture, model_type = "Eagle3DeepseekV2ForCausalLM", "deepseek_v2"
+    elif config.qk_norm:
+        architecture, model_type = "Eagle3Qwen3ForCausalLM", "qwen3"
     ids = config.aux_hidden_state_layer_ids
     return write_geometry(config) | {
         **{name: getattr(config, name) for name in DRAFTER},
