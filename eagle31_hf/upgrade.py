@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .acceptance import AcceptanceStats, by_position
 from .configuration import FIELDS, Eagle31Config
-from .diagnostics.acceptance import AcceptanceStats, chain_knobs, measure_acceptance
+from .diagnostics.acceptance import chain_knobs, measure_acceptance
 from .modeling import Eagle31DrafterModel, refuse_parallel
 from .quantized import refuse_quantized
 from .targets.ends import execution_device, weight_of
@@ -66,7 +67,7 @@ class UpgradeReport:
         """Returns a few lines for people."""
 
         def line(name: str, stats: AcceptanceStats) -> str:
-            rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates)
+            rates = by_position(stats.acceptance_rates)
             return f"{name} accepted length {stats.mean_accepted_length:.2f}, by position {rates}"
 
         advice = (
