@@ -120,7 +120,7 @@ def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
     kind = inner.get("model_type")
     if kind not in SPECULATORS_LAYERS:
         raise wrong(source, "transformer_layer_config.model_type", kind, f"one of {SPECULATORS_LAYERS}")
-    outer = {name: config[name] for name in (*DRAFTER, "eagle_aux_hidden_state_layer_ids") if name in config}
+    outer = {name: config[name] for name in DRAFTER if name in config}
     verifier = _object(_object(config, "speculators_config", source), "verifier", source)
     return inner | outer | {"target_model": verifier.get("name_or_path")}
 
@@ -171,26 +171,21 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
 def write_geometry(config: Eagle31Config) -> dict[str, Any]:
     """Returns the keys that both families of formats share, with rope in every spelling, for old and new readers."""
     given = {name: getattr(config, name) for name in GEOMETRY}
-    left_out = {name for name in (*LATENT, "sliding_window") if given[name] is None}
-    values = {name: value for name, value in given.items() if name not in left_out}
+    values = {name: x for name, x in given.items() if x is not None or name not in (*LATENT, "sliding_window")}
     rope = dict(config.rope_parameters)
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     partial = {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     # Qwen3's switches
     windows = {"use_sliding_window": True, "max_window_layers": 0} if "sliding_attention" in config.layer_types else {}
-    return (
-        values
-        | partial
-        | windows
-        | {
-            "attention_bias": config.attention_bias,
-            "mlp_bias": config.mlp_bias,
-            "rope_parameters": rope,
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-            "tie_word_embeddings": False,
-            "dtype": dtype,
-            "torch_dtype": dtype,
-        }
-    )
+    always = {
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    return values | partial | windows | always
