@@ -56,8 +56,7 @@ class UpgradeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        moved = {name: getattr(self, name) for name in ("fused_movement", "fused_movement_scalar", "feedback_movement")}
-        return moved | {
+        return vars(self) | {
             "before": self.before.as_dict(),
             "after": self.after.as_dict(),
             "needs_fine_tuning": self.needs_fine_tuning,

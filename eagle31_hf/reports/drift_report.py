@@ -10,7 +10,6 @@ from .drift_study import FALLEN, PLAIN, Measured, context_name
 from .figures import Figure, Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth, series_of
 from .prompts import LENGTHENED
 
-TITLE = "Attention drift"
 GROWTH = 1.25  # of the state over all depths, from which on it is said to grow
 LEAST_ACCEPTED = 0.1  # share of rounds that accept a depth, below which it is not worth drafting
 LEAST_GAIN = 0.05  # of a remedy, to be named
@@ -35,7 +34,7 @@ def drift_report(drafters: Sequence[Measured], depth: int, facts: Mapping[str, A
     ]
     return Report(
         kind="drift",
-        title=TITLE,
+        title="Attention drift",
         findings=[finding for one in drafters for finding in findings_of(one, depth)],
         sections=[section for section in sections if section.tables],
         facts=dict(facts),

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from .tensor_file import CHUNK_BYTES, Entry, header_of, write_tensor_file
 
 MARKED_BYTES = 2**26  # files of fewer are verified in no time, and get no mark beside them
-HEADER_AT = 8  # a header begins after its length
 AHEAD = 4  # chunks that are written before they are hashed
 NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts too, while it is computed
 
@@ -57,7 +56,7 @@ def _write_with_digest(path: Path, entries: Mapping[str, Entry], facts: Mapping[
 
         write_tensor_file(path, entries, unsealed, add)
     with open(path, "r+b", buffering=0) as file:
-        file.seek(HEADER_AT)
+        file.seek(8)  # behind the length of the header
         file.write(header_of(entries, {"sha256": sha.hexdigest(), **facts}))
         os.fsync(file.fileno())
 
