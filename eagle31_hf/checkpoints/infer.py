@@ -118,7 +118,6 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
         "qk_norm": f"{first}.q_norm.weight" in shapes,
         "share_target_embeddings": "embed_tokens.weight" not in shapes,
         "share_target_head": "lm_head.weight" not in shapes,
-        "tie_word_embeddings": False,
     }
     layers = layer_count(shapes)
     if fields.get("num_hidden_layers", layers) != layers:
