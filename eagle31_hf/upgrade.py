@@ -145,20 +145,17 @@ def _calibration_texts(
     """Returns the texts as token ids (1, T) of LEAST_TEXT to TEXT_TOKENS tokens, about MAX_TOKENS in all."""
     from transformers import AutoTokenizer  # not part of importing the library
 
-    pieces: list[Tensor] = []
+    kept, total = list[Tensor](), 0
     for text in texts:
         if isinstance(text, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target.name_or_path)
             text = tokenizer(text, return_tensors="pt")["input_ids"]
         if not isinstance(text, Tensor) or text.dim() != 2 or text.shape[0] != 1:
             raise ValueError(f"texts hold a {type(text).__name__}; expected strings or token ids of shape (1, T).")
-        split = text.to(execution_device(target)).split(TEXT_TOKENS, dim=1)
-        pieces += [piece for piece in split if piece.shape[1] >= LEAST_TEXT]
-    kept, total = [], 0
-    for piece in pieces:
-        if total < MAX_TOKENS:
-            kept.append(piece)
-            total += piece.shape[1]
+        for piece in text.to(execution_device(target)).split(TEXT_TOKENS, dim=1):
+            if piece.shape[1] >= LEAST_TEXT and total < MAX_TOKENS:
+                kept.append(piece)
+                total += piece.shape[1]
     if total < MIN_TOKENS:
         raise ValueError(
             f"texts hold {total} tokens in rows of at least {LEAST_TEXT}; expected {MIN_TOKENS} or more, better some"
