@@ -6,7 +6,7 @@ B batch, T tokens, n states read of each token, ht target width, V target vocabu
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -156,17 +156,14 @@ def capture_states(
     states at `layer_ids` to the yielded `CapturedStates`."""
     layers, config = decoder_layers(target), target.config.get_text_config(decoder=True)
     captured = CapturedStates(len(layer_ids), past_key_values, config)
-    handles = []
-    try:
+    with ExitStack() as hooks:
         if past_key_values is not None:
             num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
-            handles += _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys)
+            for hook in _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys):
+                hooks.enter_context(hook)
         for index, layer_id in enumerate(layer_ids):
-            handles.append(_hook(layers, layer_id, partial(captured.append, index)))
+            hooks.enter_context(_hook(layers, layer_id, partial(captured.append, index)))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _forward_hooks(decoder: nn.Module, captured: CapturedStates, reads_shared: bool) -> list:
@@ -229,12 +226,10 @@ def rounded_anew(target: PreTrainedModel) -> Iterator[None]:
 
     layers = decoder_layers(target)
     rounding = [module for module in layers.modules() if module in [*layers] or not [*module.children()]]
-    handles = [module.register_forward_hook(partial(after, seed)) for seed, module in enumerate(rounding)]
-    try:
+    with ExitStack() as hooks:
+        for seed, module in enumerate(rounding):
+            hooks.enter_context(module.register_forward_hook(partial(after, seed)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
