@@ -130,7 +130,9 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     found = cache.layers
     states = [(layer, _state(layer)) for layer in found if holds_states(layer)]
     replicated = cache.layer_class_to_replicate
-    cache.layers = [_adopted(layer, placement, limit) for layer in found]
+    cache.layers = [
+        layer if type(layer) in KEYLESS else ADOPTED[type(layer)][0](layer, placement, limit) for layer in found
+    ]
     if replicated is not None:
         cache.layer_class_to_replicate = lambda: SlotLayer(placement, limit)  # type: ignore[assignment]
     try:
@@ -150,10 +152,6 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         cache.layer_class_to_replicate = replicated
         if has_changed:
             _hand_back(ours, found)
-
-
-def _adopted(layer: Any, placement: Placement, limit: int) -> Any:
-    return layer if type(layer) in KEYLESS else ADOPTED[type(layer)][0](layer, placement, limit)
 
 
 def _hand_back(ours: list[Any], found: list[Any]) -> None:

@@ -58,11 +58,6 @@ class DraftSampler:
         self.processors = processors.by_sequence(shaping, self.num_sequences)
 
     @property
-    def temperature(self) -> float | Tensor:
-        """Returns the temperature that the target draws at; 1 where nothing is drawn."""
-        return 1.0 if self.noise is None else processors.temperature(self.processors[0])
-
-    @property
     def is_plain(self) -> bool:
         """Returns whether it reads the drafter's logits as they are."""
         return self.noise is None and not self.processors[0] and self.columns is None
@@ -110,7 +105,7 @@ class DraftSampler:
             # Times the temperature, so that the colder the draw, the less the noise counts: at 0 this is greedy text.
             if not self.reads_text:
                 noise = noise[:, self.ids]
-            logits = (logits + noise[:, None]) * self.temperature
+            logits = (logits + noise[:, None]) * processors.temperature(self.processors[0])
         log_probs = (logits / SCORE_TEMPERATURE).log_softmax(-1)
         best = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
         # Where processors have left nothing, or the drafter's numbers overflow, it knows nothing.

@@ -98,15 +98,13 @@ class HostDrafts:
         """Returns the levels of each sequence's tree."""
         if self.parents is None:
             return [len(ids) for ids in self.ids]
-        return [max(depths_of(parents)) for parents in self.parents]
-
-
-def depths_of(parents: list[int]) -> list[int]:
-    """The depth of every node of a tree, the root's being 0, from the parents of its other nodes."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths
+        found = []
+        for parents in self.parents:
+            depths = [0]  # of every node, the root first
+            for parent in parents:
+                depths.append(depths[parent] + 1)
+            found.append(max(depths))
+        return found
 
 
 class Expansion:

@@ -17,11 +17,9 @@ def append(new: list[Tensor], buffers: list[Tensor], slots: Tensor) -> None:
         buffer.scatter_(2, slots[:, None, :, None].expand(*states.shape), states.to(buffer.dtype))
 
 
-def _rotated_queries(qkv: list[Tensor], *args) -> Tensor:
-    return torch.empty_like(qkv[0], memory_format=torch.contiguous_format)
-
-
-@operation(mutates=("buffers",), shapes=_rotated_queries)
+@operation(
+    mutates=("buffers",), shapes=lambda qkv, *args: torch.empty_like(qkv[0], memory_format=torch.contiguous_format)
+)
 def rope_append(
     qkv: list[Tensor], rope: list[Tensor], norms: list[Tensor], eps: float, buffers: list[Tensor], starts: Tensor
 ) -> Tensor:

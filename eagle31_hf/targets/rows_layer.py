@@ -111,7 +111,9 @@ class RowsLayer:
         keys, values = cache.update(keys, values.transpose(1, 2), self.index)
         scale = self.attention.scaling
         if takes_positions(queries, keys, values, {}):
-            keys, values = _all_slots(cache.layers[self.index], keys, values)
+            layer = cache.layers[self.index]
+            if isinstance(layer, SlotLayer) and layer.first == 0:
+                keys, values = layer.buffers  # of which those are the slots in use
             out = attend_by_position(queries, keys, values, scale)
         elif size.numel() > MOST_ROWS or (mask is None and size[1] > 1):  # a prompt, which transformers' own serves
             out, _ = sdpa_attention_forward(self.attention, queries, keys, values, mask, scaling=scale)
@@ -125,13 +127,6 @@ class RowsLayer:
             return None
         group = self.num_heads[0] // self.num_heads[1]
         return _kept(mask, (group, dtype), lambda mask: mask_of_group(mask, group, dtype))
-
-
-def _all_slots(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The buffers of a layer of which keys and values are the slots in use, from the first on; else the two."""
-    if isinstance(layer, SlotLayer) and layer.first == 0:
-        keys, values = layer.buffers
-    return keys, values
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class Carry:
     def hold_noise(self, vocab_size: int) -> None:
         """Makes room for noise, which stays once it is there."""
         if self.noise is None:
-            shape = self.num_rows, noise_slots(self.width), vocab_size
+            # As many slots as a round and the next draft may ask for: the host knows a length one round late.
+            shape = self.num_rows, 2 * self.width, vocab_size
             with torch.inference_mode(False):  # another call may write to it in another mode
                 self.noise = torch.zeros(shape, dtype=torch.float32, device=self.text.device)
 
@@ -135,8 +136,3 @@ def rows_for(num_sequences: int) -> int:
 def most_tokens(settings: Any) -> int:
     """Tokens that a round commits at most."""
     return 1 + (DEEPEST if settings.is_auto else settings.depth)
-
-
-def noise_slots(width: int) -> int:
-    """Slots of noise that a round and the next draft may ask for: the host knows a length one round late."""
-    return 2 * width

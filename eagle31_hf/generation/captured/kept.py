@@ -42,7 +42,7 @@ MOST_PLANS = 64  # of one way to choose tokens when a call begins: those capture
 @dataclass
 class Kept:
     """The rounds of one pair of models for calls of some size, by how they choose tokens, and the `models` they were
-    captured with, as `_fingerprints` has them. `lock` is held by the call that uses them."""
+    captured with, as `kept_for` has them. `lock` is held by the call that uses them."""
 
     models: tuple
     carry: Carry
@@ -92,7 +92,9 @@ class Kept:
     def _rounds(self, eager: EagerExecutor) -> Round:
         """Returns the rounds for the way in which a call chooses tokens. Its samplers read their numbers from there."""
         sampler = eager.sampler
-        choice = type(sampler), sampler.noise is None, tuple(map(_structure, sampler.processors))
+        # of a processor those of its values that no tensor holds
+        values = [(type(one), *plain_values(one, {processors.TUNABLE.get(type(one))})) for one in sampler.processors]
+        choice = type(sampler), sampler.noise is None, *values
         rounds = self.by_choice.pop(choice, None) or Round(self.carry)
         while len(self.by_choice) >= MOST_KEPT:  # a server whose clients choose top_k, say
             del self.by_choice[next(iter(self.by_choice))]
@@ -132,7 +134,11 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
     if getattr(_thread, "is_served", False):
         yield None
         return
-    kept = _kept_of(request, eager.runner, seam, _fingerprints(request, seam))
+    target, drafter = request.target, request.drafter
+    embedding = id(drafter.get_input_embeddings())
+    # all that captures for these models take for granted
+    models = fingerprint(target), fingerprint(drafter), embedding, os.environ.get(SWITCH), seam.name
+    kept = _kept_of(request, eager.runner, seam, models)
     with kept.lock:
         _thread.is_served = True
         try:
@@ -143,13 +149,6 @@ def kept_for(request: Any, eager: EagerExecutor, seam: Seam) -> Iterator[Kept | 
             raise
         finally:
             _thread.is_served = False
-
-
-def _fingerprints(request: Any, seam: Seam) -> tuple:
-    """Returns all that captures for a request's models take for granted."""
-    target, drafter = request.target, request.drafter
-    embedding = id(drafter.get_input_embeddings())
-    return fingerprint(target), fingerprint(drafter), embedding, os.environ.get(SWITCH), seam.name
 
 
 def _kept_of(request: Any, runner: TargetRunner, seam: Seam, models: tuple) -> Kept:
@@ -235,11 +234,6 @@ def _writes(weight: Tensor) -> int:
     """Returns how often a table of ids was written to in place, as a draft vocabulary is: what rounds read is worked
     out of it when they are captured. 0 for other weights, which they read as they are."""
     return 0 if weight.is_floating_point() or weight.is_inference() else weight._version
-
-
-def _structure(processor: object) -> tuple:
-    """The class of a logits processor, and those of its values that no tensor holds."""
-    return type(processor), *plain_values(processor, {processors.TUNABLE.get(type(processor))})
 
 
 def release(drafter: Eagle31DrafterModel | None = None) -> None:

@@ -64,7 +64,7 @@ class Round(Drafting):
         self.unsettled[plan] = self.parts.target.mixers.take_unsettled()
         if self.unsettled[plan] is not None:
             carry.is_behind.fill_(True)
-        chosen, lawful = self._chosen(logits, drafts)
+        chosen, lawful = self.parts.sampler.choose_at_nodes(logits, drafts, self.noise_of(drafts.depths))
         spoiled = are_spoiled(logits) if plan.depth else torch.zeros_like(chosen, dtype=torch.bool)
         self.verified[plan] = Verified(logits, states, chosen, spoiled)
         path, tokens, count = accepted_path(
@@ -115,11 +115,6 @@ class Round(Drafting):
             )
         assert side.states is not None
         return out.logits, side.states.take()
-
-    def _chosen(self, logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        """The token the target chooses after each node (B, N), and whether its scores are a distribution (B, N)."""
-        noise = self.noise_of(drafts.depths)
-        return self.parts.sampler.choose_at_nodes(logits, drafts, noise)
 
 
 class StateKeeper:
