@@ -12,8 +12,8 @@ from ..targets.ends import num_logits
 from ..targets.layers import capture_states, decoder_layers
 from ..wrappers import drafter_in
 from .draft_sampler import DraftSampler
+from .drafter_runner import runner_of
 from .noise import Noise
-from .parallel_runner import runner_of
 from .planning.plan import Plan
 from .proposer import Proposer
 from .unread_states import UnreadStates

@@ -28,12 +28,11 @@ from .captured.kept import kept_for
 from .captured.seam import Seam, seam_of
 from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
-from .drafter_runner import MASKED
+from .drafter_runner import MASKED, MOST_LEVELS, runner_of
 from .engine import decode
 from .executor import EagerExecutor
 from .noise import Noise
 from .outputs import OutputCollector
-from .parallel_runner import MOST_LEVELS, runner_of
 from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.calibration import MAX_DEPTH
