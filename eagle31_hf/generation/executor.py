@@ -1,5 +1,6 @@
-"""Runs the rounds of one call: drafts, verifies, accepts and commits. The engine knows it by a few members only, so
-that another executor can stand in its place.
+"""The library's one decoding loop, entered by the hook and by `custom_generate=drafter.decode`, and what runs its
+rounds: drafts, verifies, accepts and commits. The loop knows it by a few members only, so that another executor can
+stand in its place.
 
 B sequences, L tokens, N nodes, V target vocabulary.
 """
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..acceptance import CHAINS, LOCK_STEP, PLAIN, TREES, Recorder
+from ..acceptance import CHAINS, LOCK_STEP, PLAIN, PREFILL, TREES, Recorder
 from ..cache import adopt as cache
 from ..cache.commit import Commit
 from ..clock import Clock
 from .outputs import OutputCollector
-from .planning.plan import UNLIMITED, Plan
+from .planning.plan import UNLIMITED, Plan, Planner
 from .proposer import Proposer
 from .rejection_sampler import Accepted, RejectionSampler
 from .sequences import Sequences
@@ -145,3 +146,21 @@ class EagerExecutor:
             self.sampler.noise.forget(sequences.lengths.host)
         self.collector.add(outputs, logits, accepted, is_prefill)
         return accepted
+
+
+def decode(executor: Any, planner: Planner) -> Any:
+    """Decodes one call: the prompt, then rounds of drafting, verifying and accepting until every sequence has ended.
+    `executor`: an `EagerExecutor`, or what stands in its place. Returns what `generate` returns."""
+    recorder = executor.recorder
+    first = executor.prefill()
+    recorder.show(PREFILL, first)
+    planner.begin(first.tokens)
+    while not all(executor.sequences.finished):
+        room = executor.room()
+        plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
+        outcome = executor.round(plan)
+        seconds = recorder.show(outcome.kind, outcome.accepted)
+        planner.observe(outcome.num_nodes, outcome.accepted, seconds)
+    recorder.choices(planner.choices, planner.explain())
+    planner.end()
+    return executor.result()

@@ -29,8 +29,7 @@ from .captured.seam import Seam, seam_of
 from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED, MOST_LEVELS, runner_of
-from .engine import decode
-from .executor import EagerExecutor
+from .executor import EagerExecutor, decode
 from .noise import Noise
 from .outputs import OutputCollector
 from .planning.auto import MAX_NODES, AutoPlanner
