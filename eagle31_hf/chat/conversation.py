@@ -20,8 +20,7 @@ from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
-from ..targets.context import context_of, room_for, why_too_long
-from ..targets.pieces import checking_forwards
+from ..targets.context import checking_forwards, context_of, room_for, why_too_long
 from .detokenizer import Detokenizer
 
 MIN_NODES, MAX_NODES = 2, 64  # of a tree that a user of a chat chooses

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..cache.prefix_cache import MOST_TOKENS, PrefixCache
 from ..chat.conversation import Conversation
-from ..targets.pieces import piece_of
+from ..targets.context import piece_of
 from ..web.address import check_address, is_of_this_machine
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, refuse_drafter, sampling_options
 from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words

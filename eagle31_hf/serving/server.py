@@ -24,8 +24,7 @@ from ..acceptance import watch_rounds
 from ..cache.prefix_cache import MOST_TOKENS, PrefixCache
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
-from ..targets.context import context_of
-from ..targets.pieces import checking_forwards, piece_of
+from ..targets.context import checking_forwards, context_of, piece_of
 from ..web.address import bound, url_of
 from ..web.gate import Gate
 from .app import FREE, ROUTES, App
