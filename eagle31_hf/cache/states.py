@@ -18,7 +18,8 @@ STATE_LAYER = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 METHODS = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
 HAS_METHODS = all(hasattr(Cache, method) for method in METHODS)
 
-Key = tuple[int, int]  # the layer and the number of one of its states
+KINDS = CONVOLUTION, RECURRENCE = "conv_states", "recurrent_states"  # attributes of a layer: states by number
+Key = tuple[str, int, int]  # the kind, the layer and the number of a state
 
 
 def holds_states(layer: Any) -> bool:
@@ -60,57 +61,54 @@ class StateArena:
 
     def __init__(self, num_rows: int | None):
         self.num_rows = num_rows
-        self.convolutions: dict[Key, Tensor] = {}
-        self.recurrences: dict[Key, Tensor] = {}
+        self.states: dict[Key, Tensor] = {}
 
     def take_over(self, cache: Cache) -> None:
         """Copies a cache's states; the cache then holds views of these."""
         for index, layer in enumerate(cache.layers):
-            if holds_states(layer):
-                self._copy_in(layer.conv_states, self.convolutions, index)
-                self._copy_in(layer.recurrent_states, self.recurrences, index)
+            for kind in KINDS if holds_states(layer) else ():
+                held: dict[int, Tensor | None] = getattr(layer, kind)
+                for number, state in held.items():
+                    if state is not None:
+                        held[number] = self._copied_in((kind, index, number), state)
 
-    def _copy_in(self, states: dict[int, Tensor | None], ours: dict[Key, Tensor], index: int) -> None:
-        for number, state in states.items():
-            if state is None:
-                continue
-            if (index, number) not in ours:
-                with torch.inference_mode(False):  # another call may write to it in another mode
-                    shape = self.num_rows or len(state), *state.shape[1:]
-                    ours[index, number] = torch.zeros(shape, dtype=state.dtype, device=state.device)
-            ours[index, number].zero_()  # what an earlier call left in idle rows may not be finite
-            view = ours[index, number][: len(state)]
-            states[number] = view.copy_(state)
+    def _copied_in(self, key: Key, state: Tensor) -> Tensor:
+        if key not in self.states:
+            with torch.inference_mode(False):  # another call may write to it in another mode
+                shape = self.num_rows or len(state), *state.shape[1:]
+                self.states[key] = torch.zeros(shape, dtype=state.dtype, device=state.device)
+        self.states[key].zero_()  # what an earlier call left in idle rows may not be finite
+        return self.states[key][: len(state)].copy_(state)
 
     def advance(self, scratch: "Scratch", is_row: Tensor) -> None:
         """Copies what a scratch holds into the rows for which `is_row` (R, 1) is true."""
-        for held, states in ((self.convolutions, scratch.convolutions), (self.recurrences, scratch.recurrences)):
-            for key, state in states.items():
-                held[key].copy_(torch.where(is_row.view(-1, *[1] * (state.dim() - 1)), state, held[key]))
+        for key, state in scratch.states.items():
+            held = self.states[key]
+            held.copy_(torch.where(is_row.view(-1, *[1] * (state.dim() - 1)), state, held))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.convolutions.get((layer_idx, state_idx))
+        return self.states.get((CONVOLUTION, layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.recurrences.get((layer_idx, state_idx))
+        return self.states.get((RECURRENCE, layer_idx, state_idx))
 
     def all(self) -> list[Tensor]:
-        return [*self.convolutions.values(), *self.recurrences.values()]
+        return [*self.states.values()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context that leaves the states as it found them."""
-        found = [state.clone() for state in self.all()]
+        found = {key: state.clone() for key, state in self.states.items()}
         try:
             yield
         finally:
-            for state, before in zip(self.all(), found, strict=True):
-                state.copy_(before)
+            for key, before in found.items():
+                self.states[key].copy_(before)
 
 
 def leave_state_arena(layer: Any) -> None:
     """Has a layer of a cache hold its states in memory of their own."""
-    for states in (layer.conv_states, layer.recurrent_states):
+    for states in (getattr(layer, kind) for kind in KINDS):
         states.update({number: state.clone() for number, state in states.items() if state is not None})
 
 
@@ -129,27 +127,26 @@ class Scratch:
     def __init__(self, cache: Any, rows: Tensor | None = None):
         self.cache = cache
         self.rows = rows
-        self.convolutions: dict[Key, Tensor] = {}
-        self.recurrences: dict[Key, Tensor] = {}
+        self.states: dict[Key, Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._held(self.convolutions, (layer_idx, state_idx), self.cache.get_conv_state)
+        return self._held((CONVOLUTION, layer_idx, state_idx), self.cache.get_conv_state)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._held(self.recurrences, (layer_idx, state_idx), self.cache.get_recurrent_state)
+        return self._held((RECURRENCE, layer_idx, state_idx), self.cache.get_recurrent_state)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Returns the state and the new tokens' columns after it; holds as many of the last ones as a state has."""
         held = self.get_conv_state(layer_idx, state_idx)
         assert held is not None  # of the prompt
         full = torch.cat((held, conv_states), dim=-1)
-        self.convolutions[layer_idx, state_idx] = full[..., -held.shape[-1] :]
+        self.states[CONVOLUTION, layer_idx, state_idx] = full[..., -held.shape[-1] :]
         return full
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self.recurrences[layer_idx, state_idx] = recurrent_states
+        self.states[RECURRENCE, layer_idx, state_idx] = recurrent_states
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -157,28 +154,23 @@ class Scratch:
 
     def forget(self) -> None:
         """Drops what was read and written: where nothing of it will be kept, nor read again."""
-        self.convolutions.clear()
-        self.recurrences.clear()
+        self.states.clear()
 
     def write_back(self) -> None:
         """Has the cache hold these states, in its own tensors."""
-        for (layer, index), state in self.convolutions.items():
-            self._write(self.cache.layers[layer].conv_states[index], state)
-        for (layer, index), state in self.recurrences.items():
-            self._write(self.cache.layers[layer].recurrent_states[index], state)
+        for (kind, layer, number), state in self.states.items():
+            held = getattr(self.cache.layers[layer], kind)[number]
+            if self.rows is None:
+                held.copy_(state)
+            else:
+                held.index_copy_(0, self.rows.to(held.device), state.to(held))
 
-    def _write(self, held: Tensor, state: Tensor) -> None:
-        if self.rows is None:
-            held.copy_(state)
-        else:
-            held.index_copy_(0, self.rows.to(held.device), state.to(held))
-
-    def _held(self, written: dict[Key, Tensor], key: Key, read: Any) -> Tensor | None:
+    def _held(self, key: Key, read: Any) -> Tensor | None:
         """Returns the state that was written last or, where none was, a copy of the cache's: forwards of one token
         write to what they read."""
-        if key not in written:
-            state = read(*key)
+        if key not in self.states:
+            state = read(*key[1:])
             if state is None:
                 return None
-            written[key] = state.clone() if self.rows is None else state[self.rows.to(state.device)]
-        return written[key]
+            self.states[key] = state.clone() if self.rows is None else state[self.rows.to(state.device)]
+        return self.states[key]

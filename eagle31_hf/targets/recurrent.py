@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..cache.states import METHODS, Scratch, StateArena, is_recurrent
+from ..cache.states import METHODS, RECURRENCE, Scratch, StateArena, is_recurrent
 from ..errors import DraftingRefusedError
 from .linear_outputs import LinearOutputs, Outputs
 from .paths import Paths
@@ -354,7 +354,7 @@ def _try_steps(module: nn.Module, call: Call, states: Any, tokens: list[int], sc
         args, kwargs = call.over([token], by_steps, scale)
         steps.append(_first(module(*args, **kwargs)))
     pairs = [(given, torch.cat(steps, dim=1))]
-    pairs += [(state, by_steps.recurrences[key]) for key, state in at_once.recurrences.items()]
+    pairs += [(state, by_steps.states[key]) for key, state in at_once.states.items() if key[0] == RECURRENCE]
     if not all(bool(expected.any()) for _, expected in pairs):
         return None
     is_low = given.dtype in (torch.bfloat16, torch.float16)  # whatever its states are in
