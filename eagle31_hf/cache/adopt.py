@@ -22,10 +22,9 @@ from transformers.cache_utils import (
 )
 
 from ..errors import DraftingRefusedError
-from .commit import Commit
 from .layer import DUMMY, CacheFullError, HybridSlotLayer, Placement, SlotLayer, slot_layers
 from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
-from .transfer import Mirrored
+from .transfer import Commit, Mirrored
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
 # keeps more than keys.

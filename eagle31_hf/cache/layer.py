@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import Cache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
-from .commit import Commit
-from .transfer import Mirrored
+from .transfer import Commit, Mirrored
 
 # Stands where a layer holds nothing, as one that takes its keys from another; older versions of transformers have none.
 DUMMY: Any = getattr(cache_utils, "DummyLayer", ())

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..acceptance import CHAINS, LOCK_STEP, PLAIN, PREFILL, TREES, Recorder
 from ..cache import adopt as cache
-from ..cache.commit import Commit
+from ..cache.transfer import Commit
 from ..clock import Clock
 from .outputs import OutputCollector
 from .planning.plan import UNLIMITED, Plan, Planner

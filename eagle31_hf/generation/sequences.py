@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..cache.commit import Commit
-from ..cache.transfer import Mirrored
+from ..cache.transfer import Commit, Mirrored
 
 
 class Sequences:

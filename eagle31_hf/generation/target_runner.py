@@ -10,9 +10,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from ..cache import adopt as cache
-from ..cache.commit import Commit
 from ..cache.masks import SlotMask
-from ..cache.transfer import Mirrored
+from ..cache.transfer import Commit, Mirrored
 from ..cache_names import cache_in
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_drafted_call

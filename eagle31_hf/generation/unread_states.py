@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..cache.commit import Commit
-from ..cache.transfer import Mirrored
+from ..cache.transfer import Commit, Mirrored
 from ..targets.layers import CapturedStates
 
 READ_AT_ONCE = 1024  # tokens that a drafter's forward takes

@@ -4,8 +4,7 @@ import torch
 from transformers import Cache
 
 from eagle31_hf.cache.adopt import keep_paths
-from eagle31_hf.cache.commit import Commit
-from eagle31_hf.cache.transfer import Mirrored
+from eagle31_hf.cache.transfer import Commit, Mirrored
 
 
 def commit_of(paths: list[list[int]]) -> Commit:

@@ -15,8 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cache.adopt import keep_paths, slots
-from eagle31_hf.cache.commit import Commit
-from eagle31_hf.cache.transfer import Mirrored
+from eagle31_hf.cache.transfer import Commit, Mirrored
 from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSampler
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.stopping import Ends, Stopping

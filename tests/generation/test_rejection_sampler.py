@@ -21,7 +21,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from eagle31_hf.cache.commit import Commit
+from eagle31_hf.cache.transfer import Commit
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.rejection_sampler import (
     Accepted,

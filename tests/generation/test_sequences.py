@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from eagle31_hf.cache.commit import Commit
+from eagle31_hf.cache.transfer import Commit
 from eagle31_hf.generation.sequences import Sequences
 
 CPU, PAD = torch.device("cpu"), 99

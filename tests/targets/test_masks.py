@@ -8,9 +8,8 @@ from conftest import TARGETS, VOCAB
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
 from eagle31_hf.cache.adopt import keep_paths, slots
-from eagle31_hf.cache.commit import Commit
 from eagle31_hf.cache.masks import SlotMask
-from eagle31_hf.cache.transfer import Mirrored
+from eagle31_hf.cache.transfer import Commit, Mirrored
 from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.masks import slot_masks
 
