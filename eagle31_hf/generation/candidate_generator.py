@@ -1,6 +1,7 @@
 """`Eagle31CandidateGenerator`: the drafter in transformers' own assisted loop."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
 
     def __init__(
         self,
@@ -65,10 +67,6 @@ class Eagle31CandidateGenerator(CandidateGenerator):
 
     def __exit__(self, *exc_info) -> None:
         self._stack.close()
-
-    @property
-    def model_kwargs_overrides(self) -> dict:
-        return {}
 
     def get_candidates(
         self,

@@ -4,7 +4,6 @@ those whose numbers captured rounds read from tensors."""
 import copy
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,19 +77,14 @@ def tuned(processors: LogitsProcessorList, numbers: dict[int, Tensor], device: t
 
 def by_sequence(processors: LogitsProcessorList, num_sequences: int) -> list[LogitsProcessorList]:
     """Processors of PER_SEQUENCE for each sequence of a batch, where they keep something for every one of them."""
-    return [
-        LogitsProcessorList(_of_sequence(processor, b, num_sequences) for processor in processors)
-        for b in range(num_sequences)
-    ]
-
-
-def _of_sequence(processor: Any, b: int, num_sequences: int) -> Any:
-    # the repetition penalty's: how much of each sequence is padding
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if num_sequences > 1 and isinstance(ignored, Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[b : b + 1]
-    return processor
+    each = [LogitsProcessorList(processors) for _ in range(num_sequences)]
+    for place, processor in enumerate(processors):
+        ignored = getattr(processor, "prompt_ignore_length", None)  # the repetition penalty's: of padding
+        if num_sequences > 1 and isinstance(ignored, Tensor):
+            for b, own in enumerate(each):
+                own[place] = copy.copy(processor)
+                own[place].prompt_ignore_length = ignored[b : b + 1]
+    return each
 
 
 def apply(processors: list[LogitsProcessorList], contexts: Sequence[Tensor], logits: Tensor) -> Tensor:

@@ -55,9 +55,8 @@ class Marks:
         as_before = torch.arange(len(theirs), device=theirs.device).clamp_(max=len(ours) - 1)
         rows = torch.where(is_last.any(dim=1), is_last.int().argmax(dim=1), as_before)
         lengths = _are_close(ours[rows], theirs).long().cumprod(dim=1).sum(dim=1)
-        [*rows_and_least] = torch.cat((rows, lengths.min()[None])).tolist()
-        least = rows_and_least.pop()
-        return rows_and_least, first + least if least else 0
+        *order, least = torch.cat((rows, lengths.min()[None])).tolist()
+        return order, first + least if least else 0
 
 
 def _are_close(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ B sequences, F nodes of a level, k children of a node.
 """
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ MAX_DEPTH = 16  # levels; no draft is deeper
 EXTREME = 3e-4  # probabilities are clamped to this distance from 0 and 1
 
 
+@dataclass
 class Calibration:
     """Probability that the target accepts a draft whose parent it accepted: a logistic function of the drafter's
     log-odds. An offset for every depth accounts for the drafter getting worse from step to step.
@@ -21,10 +23,11 @@ class Calibration:
     Source: vLLM's adaptive verification.
     """
 
-    def __init__(self):
-        self.slope, self.intercept = 1.0, 0.0
-        self.offsets, self.seen = [0.0] * MAX_DEPTH, [0] * MAX_DEPTH
-        self.going_on = [0.7] * MAX_DEPTH  # share of accepted nodes with an accepted child, by depth
+    slope: float = 1.0
+    intercept: float = 0.0
+    offsets: list[float] = field(default_factory=lambda: [0.0] * MAX_DEPTH)
+    seen: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    going_on: list[float] = field(default_factory=lambda: [0.7] * MAX_DEPTH)  # accepted nodes with an accepted child
 
     def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
         """The drafter's log-probabilities (B, F, k) of k children of F nodes -> log-probabilities that they are
@@ -48,15 +51,8 @@ class Calibration:
 
     def copy(self) -> "Calibration":
         """A copy that what is learnt later does not change."""
-        return Calibration.of(self.as_dict())
+        return Calibration(**self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was learnt as plain values, for JSON."""
         return {name: [*value] if isinstance(value, list) else value for name, value in vars(self).items()}
-
-    @classmethod
-    def of(cls, kept: dict[str, Any]) -> "Calibration":
-        """Makes a calibration of what `as_dict` returned."""
-        made = cls()
-        vars(made).update({name: kept[name] for name in vars(made)})
-        return made

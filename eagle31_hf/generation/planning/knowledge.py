@@ -95,7 +95,7 @@ class Knowledge:
         kept, or nothing."""
         try:
             costs = {name: CostModel.of(kept["costs"][name]) for name in self._costs()}
-            calibration, exploration = Calibration.of(kept["calibration"]), Exploration.of(kept["arms"])
+            calibration, exploration = Calibration(**kept["calibration"]), Exploration.of(kept["arms"])
         except (KeyError, TypeError, ValueError, AttributeError):
             return
         self._set_costs(costs, exploration)
