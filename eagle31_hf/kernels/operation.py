@@ -20,7 +20,8 @@ class Operation:
     """`eagle31::name`, one operation for torch.compile, torch.export and profilers.
 
     `reference` is its specification: unless it says otherwise, what it computes in fp32, rounded once. The kernel is
-    the function `name` of the module beside it, `x_triton.py`, which takes the same arguments.
+    the function `name` of the module beside it, `x_triton.py`, which takes the same arguments. The first of these, a
+    tensor or a list of them, says on which device it runs.
     """
 
     def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...], shapes: Callable[..., Any] | None):
@@ -30,7 +31,8 @@ class Operation:
 
         @functools.wraps(reference)
         def run(*args: Any, **kwargs: Any) -> Any:
-            device = next(arg.device for arg in _leaves((*args, *kwargs.values())) if isinstance(arg, Tensor))
+            first = (*args, *kwargs.values())[0]  # a tensor, or a list of them
+            device = (first if isinstance(first, Tensor) else first[0]).device
             if why_torch(self.name, device) is not None:
                 return reference(*args, **kwargs)
             with torch.cuda.device(device):  # Triton launches on the current one
@@ -90,11 +92,3 @@ def _has_triton() -> bool:
 def with_close_entries(x: Tensor) -> Tensor:
     """x, copied where the entries of its last dimension do not lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _leaves(values: Any) -> list[Any]:
-    """The arguments of an operation, lists of tensors taken apart."""
-    leaves = list[Any]()
-    for value in values:
-        leaves += value if isinstance(value, list | tuple) else [value]
-    return leaves

@@ -4,7 +4,7 @@ are matrix products.
 B sequences, T tokens, h width, H heads of queries, Hkv of keys, D head width, P the part of it that is rotated.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod, ref
@@ -79,13 +79,6 @@ def is_plain(layer: nn.Module) -> bool:
     to a kernel."""
     is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
     return is_linear and not any(hasattr(one, "__tensor_flatten__") for one in layer.parameters(recurse=False))
-
-
-def readers_of_the_same(layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
-    """Yields the groups of a layer's linear layers that read the same input."""
-    for layer in layers:
-        yield [getattr(layer.self_attn, name) for name in QKV]
-        yield [getattr(layer.mlp, name) for name in GATED]
 
 
 def norm_sum(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

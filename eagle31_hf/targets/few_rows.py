@@ -290,16 +290,14 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
 
 def _all_groups(model: nn.Module, groups: Iterable[Sequence[Any]]) -> list[Group]:
     """The groups that can be joined, and every other linear layer of a model alone."""
-    joined = [group for group in map(tuple, groups) if _can_join(group)]
+    joined = list[Group]()
+    for group in map(tuple, groups):
+        kinds = {(layer.weight.dtype, layer.weight.shape[1:], layer.bias is None) for layer in group}
+        if len(kinds) == 1 and all(map(_is_plain, group)):
+            joined.append(group)
     known = {layer for group in joined for layer in group}
     alone = [module for module in model.modules() if type(module) is nn.Linear and module not in known]
     return [*joined, *((layer,) for layer in alone)]
-
-
-def _can_join(group: Group) -> bool:
-    weights, biases = [layer.weight for layer in group], [layer.bias for layer in group]
-    is_alike = len({(weight.dtype, weight.shape[1:]) for weight in weights}) == 1 and all(map(_is_plain, group))
-    return is_alike and len({bias is None for bias in biases}) == 1
 
 
 def _is_plain(layer: nn.Linear) -> bool:

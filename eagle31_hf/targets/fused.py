@@ -25,11 +25,12 @@ from ..cache.arena import Arena, ArenaLayer, move_into
 from ..cache_names import CACHE
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import (
+    GATED,
+    QKV,
     after_norm,
     arena_layer,
     forward_of,
     norm_sum,
-    readers_of_the_same,
     through_layer,
     why_no_norm,
     why_not_fusable,
@@ -99,7 +100,9 @@ def fused_rows(target: PreTrainedModel) -> Iterator[FewRows]:
     attends_usually = own_attention(target) == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
     not_fused = why_not_fused(target) if can_pack() and attends_usually else []
     fused = [layer for layer, reason in zip(decoder_layers(target), not_fused, strict=False) if reason is None]
-    with few_rows(target, readers_of_the_same(fused)) as rows, ExitStack() as stack:
+    groups = [[getattr(layer.self_attn, name) for name in QKV] for layer in fused]  # that read the same input
+    groups += [[getattr(layer.mlp, name) for name in GATED] for layer in fused]
+    with few_rows(target, groups) as rows, ExitStack() as stack:
         is_exact = rows.is_exact
         if fused:
             stack.enter_context(fused_layers(target, not_fused))

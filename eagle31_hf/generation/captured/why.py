@@ -5,7 +5,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import EtaLogitsWarper
 
@@ -62,8 +61,10 @@ def _of_call(request: Any, runner: Any, mode: Any) -> Iterator[str]:
         yield f"the target was given {', '.join(sorted(given - USUAL_ARGUMENTS))}"
     if not runner.passes_positions(request.input_ids):
         yield "the target is not told positions"
-    if runner.seen is not None and not _is_left_padding(runner):
-        yield "the attention mask leaves out more than left padding"
+    if runner.seen is not None:
+        padding = torch.tensor(runner.num_padding, device=runner.seen.device)[:, None]
+        if bool((runner.seen != (torch.arange(runner.seen.shape[1], device=padding.device) >= padding)).any()):
+            yield "the attention mask leaves out more than left padding"
     if max(runner.num_padding) >= request.input_ids.shape[1]:
         yield "a prompt is padding alone"
     if runner.num_before:
@@ -71,11 +72,6 @@ def _of_call(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     why_not = why_not_in_arena(runner.past_key_values, config.max_length)
     if why_not is not None:
         yield why_not
-
-
-def _is_left_padding(runner: Any) -> bool:
-    padding = torch.tensor(runner.num_padding, device=runner.seen.device)[:, None]
-    return bool((runner.seen == (torch.arange(runner.seen.shape[1], device=padding.device) >= padding)).all())
 
 
 def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
@@ -121,7 +117,9 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
             return "is offloaded, or split over devices"
         if has_hooks(module):
             return f"has hooks, on {type(module).__name__}, which a replay would not run"
-        if _looks_for_outliers(module):
+        # bitsandbytes' `int8_vectorwise_quant` asks the host whether any activation is above the threshold, which a
+        # capture forbids
+        if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
             return "is in 8 bits by LLM.int8, which has the host look for outliers (llm_int8_threshold=0 does not)"
     return None
 
@@ -131,9 +129,3 @@ def _why_not_by_rope(model: PreTrainedModel) -> str | None:
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     branches = kinds.intersection(ROPES_THAT_BRANCH)
     return "has a rotary embedding that branches on the length of the text" if branches else None
-
-
-def _looks_for_outliers(module: nn.Module) -> bool:
-    """Returns whether a module is bitsandbytes' LLM.int8 with a threshold: `int8_vectorwise_quant` then asks the host
-    whether any activation is above it, which a capture forbids."""
-    return type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0

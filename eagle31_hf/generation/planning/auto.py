@@ -78,7 +78,9 @@ class AutoPlanner(Planner):
         controller = self.controller
         with self.known.lock:
             if self._is_first(self.kind, num_nodes):
-                self._repeat_trial()
+                if controller is not None and controller.trial is not None:  # made again: nothing was learnt of it
+                    arm = self.known.exploration.arms[self.kind]
+                    arm.trials = (controller.trial, *arm.trials)
             else:
                 self._learn_rate(num_nodes, accepted, seconds)
             if controller is None:
@@ -93,12 +95,6 @@ class AutoPlanner(Planner):
         is_first = self.loads_kernels and (kind, num_nodes) not in self.known.met
         self.known.met.add((kind, num_nodes))
         return is_first
-
-    def _repeat_trial(self) -> None:
-        """Makes a trial again, of which nothing was learnt."""
-        if self.controller is not None and self.controller.trial is not None:
-            arm = self.known.exploration.arms[self.kind]
-            arm.trials = (self.controller.trial, *arm.trials)
 
     def _learn_rate(self, num_nodes: int, accepted: Accepted, seconds: Mapping[str, float]) -> None:
         """Learns the tokens and the seconds of a round: the usual ones of such a round, not those of this one, since
