@@ -12,7 +12,7 @@ from transformers import Cache
 
 from ..kernels.rope import append
 from .layer import DUMMY, Placement, SlotLayer, StatesBeside, slot_layers
-from .states import StateArena, holds_states, leave_state_arena
+from .states import KINDS, StateArena, holds_states
 
 # Slots beyond the longest text: an ended sequence may be longer by what a round commits, at most 62 tokens, and as many
 # nodes are written after it.
@@ -167,8 +167,8 @@ def leave_arena(cache: Cache) -> None:
     for layer in cache.layers:
         if isinstance(layer, ArenaLayer):
             layer.leave()
-        if holds_states(layer):
-            leave_state_arena(layer)
+        for states in [getattr(layer, kind) for kind in KINDS] if holds_states(layer) else []:
+            states.update({number: state.clone() for number, state in states.items() if state is not None})
 
 
 def why_not_in_arena(cache: Cache, max_length: int) -> str | None:

@@ -43,16 +43,13 @@ def crop_keys(layer: Any, tokens_to_remove: int) -> None:
     if not holds_states(layer):
         layer.crop(-tokens_to_remove)
         return
-    of_keys = next((kind for kind in type(layer).__mro__ if _is_of_keys(kind)), None)
+    kinds = (kind for kind in type(layer).__mro__ if issubclass(kind, CacheLayerMixin))
+    of_keys = next((kind for kind in kinds if not issubclass(kind, STATE_LAYER)), None)
     if of_keys is not None:
         # A window is recorded from the end of the prompt on: one flag serves it and the convolution beside it, which
         # would keep the whole prompt.
         layer.record_past = True
         of_keys.crop(layer, -tokens_to_remove)  # type: ignore[attr-defined]
-
-
-def _is_of_keys(kind: type) -> bool:
-    return issubclass(kind, CacheLayerMixin) and not issubclass(kind, STATE_LAYER)
 
 
 class StateArena:
@@ -104,12 +101,6 @@ class StateArena:
         finally:
             for key, before in found.items():
                 self.states[key].copy_(before)
-
-
-def leave_state_arena(layer: Any) -> None:
-    """Has a layer of a cache hold its states in memory of their own."""
-    for states in (getattr(layer, kind) for kind in KINDS):
-        states.update({number: state.clone() for number, state in states.items() if state is not None})
 
 
 def forget_states(cache: Cache) -> None:

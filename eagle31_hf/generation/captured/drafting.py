@@ -155,8 +155,16 @@ class Drafting:
         slots = torch.addcmul(carry.length + from_end, carry.count, is_unread, value=-1)
         places, starts = (slots - carry.first_slot).chunk(2, dim=1)
         positions = slots[:, : places.shape[1]] - carry.padding
-        rope = torch.nn.functional.embedding(positions, self._rope_table()).chunk(2, dim=-1)
-        begins = self._begins(places)
+        model = self.parts.drafter.model
+        if carry.rope is None:
+            every = torch.arange(carry.text.shape[1], device=carry.text.device)[None]
+            carry.rope = torch.cat(model.rotary_emb(model.like, every), dim=-1)[0]
+        rope = torch.nn.functional.embedding(positions, carry.rope).chunk(2, dim=-1)
+        windows = windows_by_kind(model.config.layer_types, model.config.sliding_window)
+        begins = {
+            kind: self.zero.expand_as(places) if window is None else (places - (window - 1)).clamp(min=0)
+            for kind, window in windows.items()
+        }
         spans = {kind: spans_of(starts, begin, places, bits, None) for kind, begin in begins.items()}
         return Layout(places, begins, spans, list(rope))
 
@@ -170,14 +178,6 @@ class Drafting:
         is_unread = (torch.arange(numbers.shape[1], device=device) < self.carry.width).long()[None]
         from_end = torch.cat((numbers, torch.zeros_like(numbers)), dim=1) - 1
         return from_end, is_unread.repeat(1, 2), (2 << numbers) - 1
-
-    def _rope_table(self) -> Tensor:
-        """The carry's table of cos and sin (C, 2P), made where there is none yet."""
-        if self.carry.rope is None:
-            model = self.parts.drafter.model
-            positions = torch.arange(self.carry.text.shape[1], device=self.carry.text.device)[None]
-            self.carry.rope = torch.cat(model.rotary_emb(model.like, positions), dim=-1)[0]
-        return self.carry.rope
 
     def _read(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Returns the state (B, 1, h) and draft logits (B, 1, Vd) of each sequence's last unread token."""
@@ -278,12 +278,3 @@ class Drafting:
         side.placement.on_device = starts
         run = run_fused if can_fuse(side.model) else run_alone
         return run(side.model, DrafterInput(ids, source, layout.rope, layout.spans, side.cache, last))
-
-    def _begins(self, places: Tensor) -> dict[str, Tensor]:
-        """The first slots that tokens at places (B, T) see, (B, T) by type of layers."""
-        config = self.parts.drafter.model.config
-        windows = windows_by_kind(config.layer_types, config.sliding_window)
-        return {
-            kind: self.zero.expand_as(places) if window is None else (places - (window - 1)).clamp(min=0)
-            for kind, window in windows.items()
-        }

@@ -144,7 +144,13 @@ class BucketPlanner(Planner):
                 break
         if plan.top_k == 1:
             return
-        ranks = ranks_of(drafts, b)
+        assert drafts.parents is not None
+        assert drafts.log_probs is not None
+        scores = [0.0]  # of each node, the root first: the log-probability of its path
+        for parent, log_prob in zip(drafts.parents[b], drafts.log_probs[b], strict=True):
+            scores.append(scores[parent] + log_prob)
+        order = sorted(range(1, len(scores)), key=lambda node: -scores[node])
+        ranks = {node: rank for rank, node in enumerate(order)}
         for smaller in self.plans:
             if smaller.top_k > 1 and holds(plan, smaller):
                 kept = [ranks[node] < smaller.max_nodes - 1 for node in path[1 : smaller.depth + 1]]
@@ -158,14 +164,3 @@ class BucketPlanner(Planner):
                 for plan in self.plans
             )
         return f"auto knows, of a round: {told}"
-
-
-def ranks_of(drafts: HostDrafts, b: int) -> dict[int, int]:
-    """The rank of each node of a tree, the root left out, by the log-probability of its path, the likeliest being 0."""
-    assert drafts.parents is not None
-    assert drafts.log_probs is not None
-    scores = [0.0]
-    for parent, log_prob in zip(drafts.parents[b], drafts.log_probs[b], strict=True):
-        scores.append(scores[parent] + log_prob)
-    order = sorted(range(1, len(scores)), key=lambda node: -scores[node])
-    return {node: rank for rank, node in enumerate(order)}
