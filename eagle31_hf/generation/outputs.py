@@ -25,13 +25,12 @@ class OutputCollector:
     def __init__(self, generation_config: GenerationConfig, past_key_values: Cache, shared: list[int]):
         self.past_key_values = past_key_values
         self.shared = shared
-        self.wanted = generation_config.return_dict_in_generate
-        self.scores: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_scores else None
-        self.logits: tuple[Tensor, ...] | None = () if self.wanted and generation_config.output_logits else None
-        self.hidden_states: tuple[Any, ...] | None = (
-            () if self.wanted and generation_config.output_hidden_states else None
-        )
-        self.attentions: tuple[Any, ...] | None = () if self.wanted and generation_config.output_attentions else None
+        config = generation_config
+        self.wanted = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if self.wanted and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if self.wanted and config.output_logits else None
+        self.hidden_states: tuple[Any, ...] | None = () if self.wanted and config.output_hidden_states else None
+        self.attentions: tuple[Any, ...] | None = () if self.wanted and config.output_attentions else None
 
     def add(self, outputs: CausalLMOutputWithPast, logits: Tensor, accepted: Accepted, is_prefill: bool) -> None:
         """One forward of whose R tokens a row those of `accepted` were committed, as many in every row; `logits` (B, R,
@@ -61,8 +60,6 @@ class OutputCollector:
         """Returns what generate() returns."""
         if not self.wanted:
             return sequences
-        collected: dict[str, Any] = {
-            name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")
-        }
-        collected[CACHE] = self.past_key_values
+        names = ("scores", "logits", "attentions", "hidden_states")
+        collected: dict[str, Any] = {name: getattr(self, name) for name in names} | {CACHE: self.past_key_values}
         return GenerateDecoderOnlyOutput(sequences=sequences, **collected)  # type: ignore[arg-type]

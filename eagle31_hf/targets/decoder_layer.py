@@ -148,7 +148,15 @@ def why_not_fusable(layer: nn.Module) -> str | None:
     others = {name for name, _ in layer.named_parameters()} - KNOWN_WEIGHTS
     if others:
         return f"it has other weights: {min(others)}"
-    return _why_not_by_norms(layer, attention) or _why_not_by_modules(layer)
+    reason = _why_not_by_norms(layer, attention)
+    if reason is not None:
+        return reason
+    for name, module in layer.named_modules():
+        if forward_of(module)[0] is not None:
+            return f"the forward of {name or 'it'} has been replaced"
+        if name and has_hooks(module):
+            return f"{name} has hooks"
+    return None
 
 
 def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
@@ -161,15 +169,6 @@ def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
     if any(norm.weight.shape != (attention.head_dim,) for norm in heads):
         return "it norms queries and keys over all heads"
     return None if len({eps_of(norm) for norm in heads}) <= 1 and len(heads) in (0, 2) else "its head norms differ"
-
-
-def _why_not_by_modules(layer: nn.Module) -> str | None:
-    for name, module in layer.named_modules():
-        if forward_of(module)[0] is not None:
-            return f"the forward of {name or 'it'} has been replaced"
-        if name and has_hooks(module):
-            return f"{name} has hooks"
-    return None
 
 
 def why_no_norm(norm: Any) -> str | None:

@@ -163,7 +163,13 @@ def _kept_of(request: Any, runner: TargetRunner, seam: Seam, models: tuple) -> K
             while len(of_pair) >= MOST_KEPT:
                 del of_pair[next(iter(of_pair))]
             is_tight = 2 * _bytes(request, _slots(request)) > free_bytes(request.input_ids.device)
-            kept = _made(request, size, _slots(request, is_tight), seam, models)
+            num_rows, width, *axes = size
+            capacity, config = _slots(request, is_tight), request.drafter.config
+            with torch.inference_mode(False):  # another call may write to this in another mode
+                num_states = config.num_aux_states * config.target_hidden_size
+                states = request.drafter.like.new_empty(0, num_states, dtype=request.target.dtype)
+                carry = Carry.empty((*axes, num_rows, 1), width, capacity, states)
+                kept = Kept(models, carry, (Arena(capacity, num_rows), Arena(capacity, num_rows)), seam)
         of_pair[size] = kept  # the last one: it is used now
         return kept
 
@@ -202,17 +208,6 @@ def why_no_room(request: Any, runner: TargetRunner) -> str | None:
     if wanted <= free:
         return None
     return f"keys and values of max_length tokens take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-
-
-def _made(request: Any, size: Size, capacity: int, seam: Seam, models: tuple) -> Kept:
-    num_rows, width, *axes = size
-    config = request.drafter.config
-    with torch.inference_mode(False):  # another call may write to this in another mode
-        states = request.drafter.like.new_empty(
-            0, config.num_aux_states * config.target_hidden_size, dtype=request.target.dtype
-        )
-        carry = Carry.empty((*axes, num_rows, 1), width, capacity, states)
-        return Kept(models, carry, (Arena(capacity, num_rows), Arena(capacity, num_rows)), seam)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:

@@ -79,7 +79,7 @@ def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     target, drafter = request.target, request.drafter
     settings = request.settings
     for model, name in ((target, "target"), (drafter, "drafter")):
-        reason = _why_not_by_model(model) or _why_not_by_rope(model)
+        reason = _why_not_by_model(model)
         if reason is not None:
             yield f"the {name} {reason}"
     if drafter.config.is_parallel:
@@ -121,10 +121,6 @@ def _why_not_by_model(model: PreTrainedModel) -> str | None:
         # capture forbids
         if type(module).__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
             return "is in 8 bits by LLM.int8, which has the host look for outliers (llm_int8_threshold=0 does not)"
-    return None
-
-
-def _why_not_by_rope(model: PreTrainedModel) -> str | None:
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     branches = kinds.intersection(ROPES_THAT_BRANCH)
