@@ -148,9 +148,9 @@ class AcceptanceStats(SequenceStats):
                 self.target_forwards += 1
                 self.kinds[kind] += 1
                 self.executions.update(filter(None, [execution]))
-            self.sequences += [SequenceStats() for _ in range(len(found.tokens) - len(self.sequences))]
             for b, (count, tokens) in enumerate(zip(found.num_accepted, found.tokens, strict=True)):
                 if count is not None:
+                    self.sequences += [SequenceStats() for _ in range(b + 1 - len(self.sequences))]
                     for counts in (self, self.sequences[b]):
                         counts._add(kind == PREFILL, drafted[b], count, len(tokens))
 

@@ -49,9 +49,16 @@ class Ends:
     def after(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
         """Returns whether sequence b ends with the last of its new tokens; asked once for each of them, in order.
         `new_scores`: (1, V) a token, where they are kept."""
-        self.finished[b] = self._is_met(b, tokens, new_scores)
-        if self.stopping.streamer is not None:
-            self.stopping.streamer.put(torch.tensor(tokens[-1:], device="cpu"))
+        stopping, sequences = self.stopping, self.sequences
+        if stopping.is_usual:  # without building the text
+            length = sequences.lengths.host[b] + len(tokens)
+            self.finished[b] = tokens[-1] in stopping.eos_token_ids or length >= stopping.max_length
+        else:
+            new = torch.tensor([tokens], device=sequences.device)
+            text = torch.cat((sequences.prefix(b), new), dim=1)
+            self.finished[b] = bool(stopping.criteria(text, self._all_scores(new_scores)).all())
+        if stopping.streamer is not None:
+            stopping.streamer.put(torch.tensor(tokens[-1:], device="cpu"))
         return self.finished[b]
 
     def after_step(self, ids: Tensor, new_scores: list[Tensor]) -> None:
@@ -63,15 +70,6 @@ class Ends:
         if self.stopping.streamer is not None:
             self.stopping.streamer.put(ids[:, -1].cpu())
         self.finished = [was or now for was, now in zip(self.sequences.finished, met, strict=True)]
-
-    def _is_met(self, b: int, tokens: list[int], new_scores: list[Tensor]) -> bool:
-        stopping, sequences = self.stopping, self.sequences
-        if stopping.is_usual:  # without building the text
-            length = sequences.lengths.host[b] + len(tokens)
-            return tokens[-1] in stopping.eos_token_ids or length >= stopping.max_length
-        new = torch.tensor([tokens], device=sequences.device)
-        text = torch.cat((sequences.prefix(b), new), dim=1)
-        return bool(stopping.criteria(text, self._all_scores(new_scores)).all())
 
     def _all_scores(self, new_scores: list[Tensor]) -> tuple[Tensor, ...] | None:
         return None if self.scores is None else (*self.scores, *new_scores)

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..cache import adopt
-from ..cache.arena import Arena, ArenaLayer, move_into
+from ..cache.arena import Arena, move_into
 from ..cache_names import CACHE
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import (
@@ -193,17 +193,14 @@ class _LayerForward(_StandIn):
         mask, cache, rope = (kwargs.get(name) for name in ("attention_mask", CACHE, "position_embeddings"))
         kv = arena_layer(cache, self.module.self_attn.layer_idx) if is_spans(mask) else None
         if kv is not None:
-            return self._from_arena(states, rope, mask, kv)
+            normed, residual = _normed(self.module.input_layernorm, states)
+            x, residual = after_norm(self.module, normed, residual, rope, mask, kv)
+            # Hooks get states: those of the layers that a drafter reads.
+            is_seen = self.follower is None or self.module._forward_hooks or self.follower._forward_pre_hooks
+            return residual + x if is_seen else Pair(x, residual)
         if self.rows is not None and rope is not None and not args and self.rows.takes(states, mask, cache):
             return self.rows(states, rope, mask, cache)
         return self.own(states, *args, **kwargs)
-
-    def _from_arena(self, states: Any, rope: Any, mask: Tensor, kv: ArenaLayer) -> Any:
-        normed, residual = _normed(self.module.input_layernorm, states)
-        x, residual = after_norm(self.module, normed, residual, rope, mask, kv)
-        # Hooks get states: those of the layers that a drafter reads.
-        is_seen = self.follower is None or self.module._forward_hooks or self.follower._forward_pre_hooks
-        return residual + x if is_seen else Pair(x, residual)
 
 
 class _NormForward(_StandIn):

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -214,21 +214,16 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     """All that a capture takes for granted of a model: where its weights lie, and the plain values its modules hold,
     such as training mode, which adapter is active and its scale, the forwards they run, and the config. Equal ones: the
     same operations on the same memory."""
-    weights = [
-        (id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), _writes(weight))
-        for group in (model.parameters(), model.buffers())
-        for weight in group
-    ]
+    weights = list[tuple]()
+    for weight in chain(model.parameters(), model.buffers()):
+        # How often a table of ids was written to in place, as a draft vocabulary is: what rounds read is worked out of
+        # it when they are captured. Other weights they read as they are.
+        writes = 0 if weight.is_floating_point() or weight.is_inference() else weight._version
+        weights.append((id(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), writes))
     config = model.config.get_text_config(decoder=True).to_json_string(use_diff=False)
     modules = tuple((forward_of(module), values_of_module(module)) for module in model.modules())
     implementation = own_attention(model)
     return implementation, ALL_ATTENTION_FUNCTIONS.get(implementation), config, tuple(weights), modules
-
-
-def _writes(weight: Tensor) -> int:
-    """Returns how often a table of ids was written to in place, as a draft vocabulary is: what rounds read is worked
-    out of it when they are captured. 0 for other weights, which they read as they are."""
-    return 0 if weight.is_floating_point() or weight.is_inference() else weight._version
 
 
 def release(drafter: Eagle31DrafterModel | None = None) -> None:
