@@ -58,7 +58,7 @@ def piece_of(target: PreTrainedModel, drafter: Any, **knobs: Any) -> int | None:
     generate: Any = target.generate
     try:
         generate(ids, **trial, assistant_model=drafter, prefill_chunk_size=2, **knobs)
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
         logger.warning_once(
             f"{type(target).__name__}: prompts are read whole, as the trial of two pieces failed: {error}"
         )

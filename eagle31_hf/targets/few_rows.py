@@ -270,8 +270,8 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
     one of the groups, prepared where they are not yet; none where they were declined or memory is short."""
     own = [group for group in _all_groups(model, groups) if all(map(_is_plain, group))]
     new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
-    for group in new:
-        _layers.pop(group[0], None)
+    for layer in (layer for group in new for layer in group):  # one may have been prepared alone
+        _layers.pop(layer, None)
     needed, free = sum(map(_num_bytes, new)), free_memory()
     if needed > SHARE_OF_MEMORY * free:
         logger.warning_once(

@@ -66,8 +66,8 @@ class TrainingFigures:
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
-        token), the tokens trained on a second, what came before the first batch left out, the share of this process's
-        time in which it waited for data, and the number of texts left out, if there were any."""
+        token), the tokens trained on a second since the first batch after that call, the share of this process's time
+        in which it waited for data, and the number of texts left out, if there were any."""
         if self._sums is None:
             return {}
         means = means_of(accelerator.reduce(self._sums, "sum").cpu())
