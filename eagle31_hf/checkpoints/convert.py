@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def open_to_others(folder: Path) -> None:
     files that their owner alone may read."""
     mode = stat.S_IMODE((folder / KNOBS_FILE).stat().st_mode)
     for path in (*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")):
-        if stat.S_IMODE(path.stat().st_mode) != mode:  # some file systems have one mode, and refuse to set any
+        with suppress(PermissionError):  # some file systems have one mode, and refuse to set any
             path.chmod(mode)
 
 

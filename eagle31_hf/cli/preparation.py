@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import PartialState
 
 from ..storage.folders import read_text
+from ..training.ends import is_spread
 from ..training.preparation_options import PreparationOptions
 from ..training.prepare import prepare_data as prepare
 from ..training.records import check_apart
@@ -68,7 +69,7 @@ def prepare_data(args: argparse.Namespace) -> int:
         target, tokenizer, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
     )
     report = asdict(prepared)
-    if PartialState().is_main_process:
+    if not is_spread(target) or PartialState().is_main_process:
         show(args, report, "\n".join(_lines(report)))
     return 0
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from ..modeling import Eagle31DrafterModel
@@ -134,10 +134,14 @@ class CheckpointingTrainer(Trainer):
         if self.args.should_save:
             saving.remove_oldest(self._get_output_dir(trial), limit, self.state.best_model_checkpoint)
 
-    def _finalize_training(self, *args: Any) -> Any:
-        """Ends the run, and keeps its last checkpoint whatever the limit: a run is known by it to be finished."""
+    def _finalize_training(self, trial: Any, *args: Any) -> Any:
+        """Ends the run, and keeps its last checkpoint whatever the limit: a run is known by it to be finished. Where
+        only better ones are saved, it is not yet."""
+        last = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.save_strategy == SaveStrategy.BEST and not (last / TRAINER_STATE_NAME).is_file():
+            self._save_checkpoint(self.model, trial)
         with saving.without_limit(self.args):
-            return super()._finalize_training(*args)
+            return super()._finalize_training(trial, *args)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

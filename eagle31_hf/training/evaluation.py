@@ -87,7 +87,7 @@ def share_of(examples: Any, index: int, count: int) -> Dataset:
     """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on, and a blank one
     where other processes have one more."""
     mine = Subset(examples, range(index, len(examples), count))
-    blanks: Any = [blank_like(examples[0])] * (-(-len(examples) // count) - len(mine))
+    blanks: Any = [blank_like(examples[0])] if len(mine) < -(-len(examples) // count) else []
     share: Any = ConcatDataset([mine, blanks]) if blanks else mine
     share.examples = examples
     return share

@@ -80,6 +80,8 @@ class JoinedOptimizer(Optimizer):
             names = [name for group in own for name in group["params"]]
             states = {name: state_dict["state"][name] for name in names if name in state_dict["state"]}
             part.load_state_dict({"state": states, "param_groups": own})
+        if groups:
+            raise ValueError(f"the state has {len(groups)} parameter groups more than the optimizer.")
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def train(self) -> None:

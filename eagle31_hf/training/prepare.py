@@ -121,11 +121,16 @@ def _roles(
     target: PreTrainedModel, options: PreparationOptions, part: tuple[int, int]
 ) -> tuple[Callable[[Callable[[], Any]], Any], bool]:
     """Returns what calls a function once for all processes that make the same shards, and whether this one writes
-    them. Raises ValueError for a part that there is not."""
+    them. Raises ValueError for a part that there is not, and for an engine beside such a target."""
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part[0]}/{part[1]}; expected 0/n to n-1/n for n processes.")
     if not (is_spread(target) and (options.regenerate or options.states)):
         return lambda make: make(), True
+    if options.engine is not None:  # it may answer each process otherwise, and they run every text together
+        raise ValueError(
+            "an engine answers, and the target is spread over processes; expected answers of an earlier prepare-data,"
+            " or a whole target in every process."
+        )
     if part != (0, 1):
         raise ValueError(
             f"part is {part[0]}/{part[1]}, and the target is spread over processes, which make every shard together;"

@@ -205,6 +205,8 @@ def test_states_of_other_groups_are_refused():
     joined = JoinedOptimizer([torch.optim.AdamW(drafter.norm.parameters()), muon])
     with pytest.raises(ValueError, match="loaded state dict"):
         joined.load_state_dict(muon.state_dict())
+    with pytest.raises(ValueError, match="1 parameter groups more"):
+        JoinedOptimizer(joined.parts[:1]).load_state_dict(joined.state_dict())
 
 
 def test_nothing_for_muon_to_train_is_said(tmp_path):

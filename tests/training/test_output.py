@@ -303,6 +303,7 @@ LENGTHS = [  # and whether the best checkpoint is loaded at the end
     ({"num_train_epochs": 1}, False),
     ({"num_train_epochs": 1.4}, False),
     ({"max_steps": 5, "save_strategy": "epoch"}, True),
+    ({"max_steps": 5, "save_strategy": "best"}, True),
 ]
 
 
@@ -318,7 +319,7 @@ def finished(folder, resume=False, **options):
 @pytest.mark.parametrize(("options", "best"), LENGTHS, ids=str)
 def test_it_stays_finished_however_often_it_is_resumed(tmp_path, options, best):
     if best:
-        strategy = options.get("save_strategy", "steps")
+        strategy = "epoch" if options.get("save_strategy") == "epoch" else "steps"
         options = options | {
             "eval_dataset": make_examples(3, seed=1),
             "eval_strategy": strategy,

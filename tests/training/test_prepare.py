@@ -31,6 +31,7 @@ from eagle31_hf.targets.layers import target_states
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
+from eagle31_hf.training.servers import EngineOptions
 from eagle31_hf.training.store import HiddenStateStore, load_target_parts, missing_shards
 
 LENGTH, LAYERS = 48, [0, 2, 4]
@@ -425,6 +426,8 @@ def prepare_together(saved: str, data: str, folder: Path, spread: dict[str, Any]
     tokenizer, said = AutoTokenizer.from_pretrained(saved), []
     with pytest.raises(ValueError, match="expected no part"):
         prepare(target, tokenizer, data, folder / "part", part=(0, 2), **GREEDY)
+    with pytest.raises(ValueError, match="an engine answers, and the target is spread"):
+        prepare(target, tokenizer, data, folder / "part", engine=EngineOptions(("http://localhost:1",)), **GREEDY)
     made = prepare(target, tokenizer, data, folder / "store", progress=said.append, **GREEDY)
     assert [line.startswith("shard") for line in said].count(True) == (made.num_shards if dist.get_rank() == 0 else 0)
     if dist.get_rank() == 0:
