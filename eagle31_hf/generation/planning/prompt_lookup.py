@@ -37,6 +37,10 @@ class Chances:
         """Returns the rate for matches of `length` tokens: how many of the tokens after them repeated."""
         return self._rates[bisect_right(BOUNDS, length) - 1]
 
+    def learn(self, length: int, is_right: bool) -> None:
+        """Notes whether the token after a match of `length` tokens repeated."""
+        self.of(length).add(float(is_right))
+
 
 class PromptLookup:
     """A text that grows, prompt and answer, and its match: the most tokens at its end that also stand before one of the
@@ -61,7 +65,7 @@ class PromptLookup:
         for token in tokens:
             is_right = self._length > 0 and self.text[self._place] == token
             if self._length:
-                self.chances.of(self._length).add(float(is_right))
+                self.chances.learn(self._length, is_right)
             self._append(token)
             if is_right:
                 self._place += 1
