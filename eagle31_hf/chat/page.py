@@ -221,7 +221,10 @@ class Page:
     def knobs_of(self, way: str, depth: int, nodes: int) -> dict[str, Any]:
         """Returns the arguments of generate() of a way of drafting. Gradio has refused numbers that no slider gives."""
         tree = trees(int(depth), int(nodes), self.begun)
-        return {BEGUN: self.begun, AUTO: AUTO_SHAPE.knobs, CHAIN: Shape(int(depth)).knobs, TREE: tree}[way]
+        ways = {BEGUN: self.begun, AUTO: AUTO_SHAPE.knobs, CHAIN: Shape(int(depth)).knobs, TREE: tree}
+        if way not in ways:
+            raise ValueError(f"there is no way of drafting {way!r}; expected one of {', '.join(ways)}.")
+        return ways[way]
 
     def serve(self, host: str, port: int, hosts: Sequence[str] = ()) -> str:
         """Serves the page, from threads of its own, until `close`; returns its address. `hosts`: names that it is known

@@ -15,8 +15,8 @@ from ..cache.layer import BLOCK
 from .few_rows import keys_before
 
 ROWS = 4  # the rows of a call are a multiple of it
-TRIED_NEW = (2, 3, 5, 8, 13)  # positions in a call of the trial; in others there are no more than the most of it
-TRIED_BLOCKS = (1, 2, 3, 5, 8, 9, 15)  # of keys
+TRIED_NEW = range(2, 14)  # positions in a call of the trial; in others there are no more
+TRIED_BLOCKS = (1, 2, 5, 8, 9, 15)  # of keys
 
 
 def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -32,22 +32,23 @@ def takes_positions(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
 def attend_by_position(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D) -> (1, T, H, D): what a
     position gives is the same to the last bit, whatever stands beside it. `key` and `value` may have more slots than
-    `keys_before` and T: they are not seen.
+    `keys_before` and T: finite ones are not seen.
 
     A kernel adds up in an order that depends on how many rows and keys it gets. So rows come by fours, keys by blocks
-    of BLOCK, the last one filled up, and positions that end in the same block are one call, as many
-    as were tried at most.
+    of BLOCK, the last one filled up, and positions that end in the same block are one call, as many as were tried at
+    most.
     """
     num_before, num_new = keys_before() or 0, query.shape[2]
-    group = query.shape[1] // key.shape[1]
-    most = TRIED_NEW[-1] if are_rows_alike(group, query.shape[3], query.dtype, torch.get_num_threads()) else 1
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    is_alike = are_rows_alike(num_heads, num_kv_heads, query.shape[3], query.dtype, torch.get_num_threads())
+    most = TRIED_NEW[-1] if is_alike else 1
     attended = list[Tensor]()
     begin = 0
     while begin < num_new:
         seen = num_before + begin + 1
         num_keys = -(-seen // BLOCK) * BLOCK
         end = min(num_new, begin + most, num_keys - num_before)
-        mask = _mask(seen, end - begin, group, num_keys, query.dtype)
+        mask = _mask(seen, end - begin, num_heads // num_kv_heads, num_keys, query.dtype)
         attended.append(_attend(query[:, :, begin:end], _first(key, num_keys), _first(value, num_keys), mask, scale))
         begin = end
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
@@ -66,12 +67,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
 
 
 def _first(states: Tensor, num_keys: int) -> Tensor:
-    """The first keys or values (1, Hkv, num_keys, D); zeros where there are fewer."""
+    """The first keys or values (1, Hkv, num_keys, D). Where there are fewer, those after them are what stands in the
+    buffer of which `states` are the first slots, or zeros."""
+    buffer = states._base
+    if buffer is not None and states.shape[2] < num_keys <= _num_slots(buffer, states):
+        states = buffer
     num_missing = num_keys - states.shape[2]
     return pad(states, (0, 0, 0, num_missing)) if num_missing > 0 else states[:, :, :num_keys]
 
 
-@functools.lru_cache(maxsize=16)
+def _num_slots(buffer: Tensor, states: Tensor) -> int:
+    """How many slots a buffer (1, Hkv, N, D) has of which keys or values are the first; 0 where they are not."""
+    begins_alike = (buffer.stride(), buffer.storage_offset()) == (states.stride(), states.storage_offset())
+    return buffer.shape[2] if begins_alike and buffer.shape[1] == states.shape[1] else 0
+
+
+@functools.lru_cache(maxsize=4)  # a round asks for two at most, where its positions end in two blocks
 def _mask(seen: int, num_new: int, group: int, num_keys: int, dtype: torch.dtype) -> Tensor:
     """The additive mask (1, 1, R, num_keys) of `group` heads of new positions, the first of which sees `seen` keys and
     each of the others one more; rows by fours."""
@@ -83,23 +94,24 @@ def _mask(seen: int, num_new: int, group: int, num_keys: int, dtype: torch.dtype
 
 
 @functools.cache
-def are_rows_alike(group: int, width: int, dtype: torch.dtype, num_threads: int) -> bool:
-    """Returns whether the attention of several positions, of `group` heads that share keys, gives each what it gives
-    it alone, by the numbers that are tried, on this processor with as many threads."""
+def are_rows_alike(num_heads: int, num_kv_heads: int, width: int, dtype: torch.dtype, num_threads: int) -> bool:
+    """Returns whether the attention of several positions gives each what it gives it alone, by the numbers that are
+    tried, on this processor with as many threads."""
     generator = torch.Generator().manual_seed(0)
-    most = TRIED_BLOCKS[-1] * BLOCK
-    keys, values = torch.randn(2, 1, 2, most, width, generator=generator, device="cpu").to(dtype)
+    group, most = num_heads // num_kv_heads, TRIED_BLOCKS[-1] * BLOCK
+    held = torch.randn(2, 1, num_kv_heads, most, width, generator=generator, device="cpu").to(dtype)
+    query = torch.randn(1, num_heads, TRIED_NEW[-1], width, generator=generator, device="cpu").to(dtype)
     for num_keys in (blocks * BLOCK for blocks in TRIED_BLOCKS):
+        keys, values = held[:, :, :, :num_keys]
+        least = num_keys - query.shape[2] + 1  # keys that the first position sees
+        alone = [
+            _attend(query[:, :, t : t + 1], keys, values, _mask(least + t, 1, group, num_keys, dtype), None)
+            for t in range(query.shape[2])
+        ]
         for num_new in TRIED_NEW:
-            query = torch.randn(1, 2 * group, num_new, width, generator=generator, device="cpu").to(dtype)
-            held = keys[:, :, :num_keys], values[:, :, :num_keys]
-            seen = range(num_keys - num_new + 1, num_keys + 1)
-            alone = [
-                _attend(query[:, :, t : t + 1], *held, _mask(seen[t], 1, group, num_keys, dtype), None)
-                for t in range(num_new)
-            ]
-            together = _attend(query, *held, _mask(seen[0], num_new, group, num_keys, dtype), None)
-            if not torch.equal(torch.cat(alone, dim=1), together):
+            mask = _mask(least, num_new, group, num_keys, dtype)
+            together = _attend(query[:, :, :num_new], keys, values, mask, None)
+            if not torch.equal(torch.cat(alone[:num_new], dim=1), together):
                 return False
     return True
 

@@ -16,7 +16,6 @@ from torch.nn.functional import layer_norm, silu
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache.layer import SlotLayer
 from ..kernels.tree_attention import is_spans
 from .decoder_layer import GATED, NORMS, QKV, eps_of, head_norms
 from .few_rows import MOST_ROWS, Run, run_of, takes_rows
@@ -111,9 +110,6 @@ class RowsLayer:
         keys, values = cache.update(keys, values.transpose(1, 2), self.index)
         scale = self.attention.scaling
         if takes_positions(queries, keys, values, {}):
-            layer = cache.layers[self.index]
-            if isinstance(layer, SlotLayer) and layer.first == 0:
-                keys, values = layer.buffers  # of which those are the slots in use
             out = attend_by_position(queries, keys, values, scale)
         elif size.numel() > MOST_ROWS or (mask is None and size[1] > 1):  # a prompt, which transformers' own serves
             out, _ = sdpa_attention_forward(self.attention, queries, keys, values, mask, scaling=scale)

@@ -11,6 +11,7 @@ from eagle31_hf.targets.few_rows import in_drafted_call
 from eagle31_hf.targets.rows_attention import BLOCK, are_rows_alike, attend_by_position
 
 SHAPES = [(1, 16), (2, 64), (3, 64), (4, 128), (7, 32)]  # heads that share keys, their width
+KV_HEADS = 2
 
 
 def attend(query: Tensor, held: tuple[Tensor, Tensor], num_before: int) -> Tensor:
@@ -18,10 +19,12 @@ def attend(query: Tensor, held: tuple[Tensor, Tensor], num_before: int) -> Tenso
         return attend_by_position(query, *held, None)
 
 
-def drawn(group: int, width: int, num_new: int, num_keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    group: int, width: int, num_new: int, num_keys: int, dtype: torch.dtype, num_kv_heads: int = KV_HEADS
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(num_new + num_keys)
-    query = torch.randn(1, 2 * group, num_new, width, generator=draw)
-    keys, values = torch.randn(2, 1, 2, num_keys, width, generator=draw)
+    query = torch.randn(1, num_kv_heads * group, num_new, width, generator=draw)
+    keys, values = torch.randn(2, 1, num_kv_heads, num_keys, width, generator=draw)
     return query.to(dtype), keys.to(dtype), values.to(dtype)
 
 
@@ -44,6 +47,23 @@ def test_a_position_is_the_same_alone_and_beside_others(group, width, dtype):
             query, keys, values = drawn(group, width, num_new, num_slots, dtype)
             together = attend(query, (keys, values), num_before)
             assert torch.equal(together, one_by_one(query, (keys, values), num_before)), (num_new, num_before)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_it_is_so_with_one_head_of_keys_and_with_many(num_kv_heads):
+    for num_new, num_before in ((3, 0), (5, BLOCK - 2), (13, 500)):
+        query, keys, values = drawn(4, 64, num_new, num_before + num_new, torch.bfloat16, num_kv_heads)
+        together = attend(query, (keys, values), num_before)
+        assert torch.equal(together, one_by_one(query, (keys, values), num_before)), (num_new, num_before)
+
+
+def test_keys_in_a_buffer_are_not_copied(monkeypatch):
+    """What stands after them fills their last block."""
+    query, *buffers = drawn(4, 16, 3, 2 * BLOCK, torch.bfloat16)
+    whole = [buffer[:, :, :90] for buffer in buffers]
+    expected = attend(query, tuple(states.clone() for states in whole), 87)
+    monkeypatch.setattr(rows_attention, "pad", None)  # twelve rows, and keys: none is to be filled up
+    assert torch.equal(attend(query, tuple(whole), 87), expected)
 
 
 @pytest.mark.parametrize("is_alike", [True, False], ids=["at once", "one by one"])
