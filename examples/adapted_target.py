@@ -44,7 +44,9 @@ def adapt(target, texts: list[Tensor], steps: int):
     for _ in range(steps):
         begins = torch.randint(0, len(tokens) - LENGTH, (BATCH,), generator=draw).tolist()
         ids = torch.stack([tokens[begin : begin + LENGTH] for begin in begins])
-        adapted(input_ids=ids, labels=ids).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return adapted.eval()
