@@ -60,7 +60,7 @@ class AuxStates:
         return AuxStates(self.states[rows], self.tokens[rows], [self.counts.host[row] for row in rows])
 
     def copied(self) -> "AuxStates":
-        """The same in memory of its own."""
+        """Returns a copy of these states and tokens, in memory that later forwards do not write over."""
         return AuxStates(self.states.clone(), self.tokens.clone(), self.counts)
 
     def without_first(self, skipped: list[int]) -> "AuxStates":

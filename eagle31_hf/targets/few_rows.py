@@ -5,10 +5,6 @@ rows run that kernel, too, where it is faster by far.
 In 16 bits two tokens are often equally likely to the last bit, and which of them a text goes on with is a matter of
 rounding. Where one row is rounded as it is among others, the text does not depend on what was drafted.
 
-The other kernel is oneDNN's over a weight that was packed for it once, as inductor's freezing does. torch's own linear
-layer reads a weight as it lies: in fp32 two to eight rows take two to four times as long as one, and in bf16 each row
-about twice as long as packed.
-
 T rows, K width of a layer's input, N of its output.
 """
 
@@ -30,13 +26,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..kernels.operation import why_switched_off
+from ..kernels.packed_linear import DTYPES, is_available, packed, packed_linear
 from ..storage.measured import Measured, machine
 from .users import Users
 
 logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOW = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # of most rounds; more are taken for a prompt's
 TIMED_ROWS = (1, 3, 8)
@@ -172,22 +168,6 @@ def in_drafted_call(num_before: int | None = None) -> Iterator[None]:
 
 
 # -- linear layers
-
-
-def is_available() -> bool:
-    """Returns whether torch has oneDNN, and has it switched on."""
-    is_on = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    return is_on and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def packed(weight: Tensor) -> Tensor:
-    """Returns a copy of a weight (N, K) in oneDNN's own layout, which only `packed_linear` reads."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-
-
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiplies x (..., K) by a packed weight, and adds the bias (N,) -> (..., N), in the dtype of both."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _LinearForward:

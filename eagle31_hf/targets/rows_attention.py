@@ -77,7 +77,8 @@ def _first(states: Tensor, num_keys: int) -> Tensor:
 
 
 def _num_slots(buffer: Tensor, states: Tensor) -> int:
-    """How many slots a buffer (1, Hkv, N, D) has of which keys or values are the first; 0 where they are not."""
+    """Returns N, the number of slots of a buffer (1, Hkv, N, D), where `states` (1, Hkv, S, D) are the first S of them;
+    else 0."""
     begins_alike = (buffer.stride(), buffer.storage_offset()) == (states.stride(), states.storage_offset())
     return buffer.shape[2] if begins_alike and buffer.shape[1] == states.shape[1] else 0
 

@@ -246,8 +246,7 @@ def in_processes(
 
 
 def _begin(builder: ShardBuilder, folder: str | Path, parent: int) -> None:
-    """Begins a process that makes shards. Ctrl-C is left to the parent; when that ends, so does
-    this."""
+    """Begins a process that makes shards. Ctrl-C is left to the parent; when that ends, so does this."""
     global _builder, _folder
     _builder, _folder = builder, folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)

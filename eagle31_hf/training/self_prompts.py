@@ -96,8 +96,9 @@ class SelfPrompts(Records):
 
 
 class Ask(NamedTuple):
-    """What a chat waits for: that the target goes on with a prompt (T,), at a temperature (None: as the source
-    samples). `after`: where the user is to speak, the text that follows the user's words; None for an answer."""
+    """A request of a chat to the target: to continue `prompt` (T,), at a temperature (None: as the source samples). The
+    chat goes on once it is answered. `after`: where the user is to speak, the text that follows the user's words; None
+    for an answer."""
 
     prompt: Tensor
     temperature: float | None

@@ -13,9 +13,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from eagle31_hf import demo, track_acceptance
+from eagle31_hf.kernels.packed_linear import is_available, packed_linear
 from eagle31_hf.storage.measured import Measured
 from eagle31_hf.targets import few_rows as module
-from eagle31_hf.targets.few_rows import Choice, few_rows, in_drafted_call, is_available, packed_linear
+from eagle31_hf.targets.few_rows import Choice, few_rows, in_drafted_call
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
 PROMPT = torch.tensor([[3, 5, 2, 9, 4, 1]])

@@ -66,6 +66,13 @@ def test_keys_in_a_buffer_are_not_copied(monkeypatch):
     assert torch.equal(attend(query, tuple(whole), 87), expected)
 
 
+def test_keys_that_do_not_begin_their_buffer_are_not_taken_for_its_first():
+    query, *buffers = drawn(4, 16, 3, 2 * BLOCK, torch.bfloat16)
+    later = [buffer[:, :, 5:95] for buffer in buffers]
+    expected = attend(query, tuple(states.clone() for states in later), 87)
+    assert torch.equal(attend(query, tuple(later), 87), expected)
+
+
 @pytest.mark.parametrize("is_alike", [True, False], ids=["at once", "one by one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "width"), SHAPES)

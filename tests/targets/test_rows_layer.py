@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from eagle31_hf.kernels import rope
+from eagle31_hf.kernels.packed_linear import is_available
 from eagle31_hf.targets import few_rows, rows_layer
 from eagle31_hf.targets.few_rows import in_drafted_call
 from eagle31_hf.targets.fused import fused_rows, why_not_fused
@@ -24,7 +25,7 @@ from eagle31_hf.targets.layers import decoder_layers
 from eagle31_hf.targets.rows_layer import RowsLayer
 from eagle31_hf.targets.tree_attention import attention_of_rounds
 
-pytestmark = pytest.mark.skipif(not few_rows.is_available(), reason="torch has no oneDNN here")
+pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
 PREFIX = 11
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)  # who sees whom
 
