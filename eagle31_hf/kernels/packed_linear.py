@@ -1,15 +1,31 @@
-"""Linear layers of few rows on a CPU: oneDNN over a weight that was packed for it once, as inductor's freezing does.
+"""Linear layers of few rows on a CPU, over a weight that was packed for them once: by oneDNN, as inductor's freezing
+does, or by FBGEMM, which keeps the weight in fp16 and multiplies in fp32.
 
 torch's own linear layer reads a weight as it lies: in fp32 two to eight rows take two to four times as long as one, and
-in bf16 each row about twice as long as here.
+in bf16 each row about twice as long as here. A few rows take as long as their weight takes to be read, so a weight in
+fp16 takes half as long as one in fp32.
 
 N width of a layer's output, K of its input.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHANGE = 2**-26  # of the sizes in a row, that fp16 may take away: a quarter of what fp32 itself rounds by
+ROWS = 1024  # that are looked at together
+
+
+class Packed(NamedTuple):
+    """A copy of a weight (N, K), and of its bias, in a kernel's own layout. `run` multiplies x (..., K) by it and adds
+    the bias -> (..., N); `num_bytes` is what the copy takes."""
+
+    run: Callable[[Tensor], Tensor]
+    num_bytes: int
 
 
 def is_available() -> bool:
@@ -18,11 +34,37 @@ def is_available() -> bool:
     return is_on and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def packed(weight: Tensor) -> Tensor:
-    """Returns a copy of a weight (N, K) in oneDNN's own layout, which only `packed_linear` reads."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+def fits_fp16(weight: Tensor) -> bool:
+    """Returns whether fp16 holds a weight (N, K) of fp32 so well that a product in fp32 shows no difference: that of a
+    checkpoint in 16 bits, which was loaded in fp32, but for values that are tiny beside the others of their row."""
+    if weight.dtype != torch.float32:
+        return False
+    for rows in weight.detach().split(ROWS):
+        changes = (rows.half().float() - rows).abs().sum(1)
+        if not bool((changes <= CHANGE * rows.abs().sum(1)).all()):  # nor where a value is too large for fp16, or NaN
+            return False
+    return True
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiplies x (..., K) by a packed weight, and adds the bias (N,) -> (..., N), in the dtype of both."""
+def packed_by_onednn(weight: Tensor, bias: Tensor | None) -> Packed:
+    """Packs a weight of any of DTYPES."""
+    own = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    return Packed(functools.partial(onednn_linear, weight=own, bias=bias), weight.nbytes)
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def packed_by_fbgemm(weight: Tensor, bias: Tensor | None) -> Packed:
+    """Packs a weight that `fits_fp16`. Raises RuntimeError where torch has no FBGEMM, as on Arm."""
+    own = torch.ops.quantized.linear_prepack_fp16(weight.detach().contiguous(), bias)
+    return Packed(functools.partial(fbgemm_linear, weight=own), weight.nbytes // 2)
+
+
+def fbgemm_linear(x: Tensor, weight: Any) -> Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16(x, weight)
+
+
+# By the names that a choice among them is kept under.
+KERNELS: dict[str, Callable[[Tensor, Tensor | None], Packed]] = {"onednn": packed_by_onednn, "fbgemm": packed_by_fbgemm}

@@ -8,12 +8,10 @@ rounding. Where one row is rounded as it is among others, the text does not depe
 T rows, K width of a layer's input, N of its output.
 """
 
-import functools
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,49 +19,34 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..kernels.operation import why_switched_off
-from ..kernels.packed_linear import DTYPES, is_available, packed, packed_linear
-from ..storage.measured import Measured, machine
+from ..kernels.packed_linear import DTYPES, Packed, is_available
+from .linear_kernels import (
+    ALIKE_ROWS,
+    LOW,
+    TORCH,
+    Choice,
+    Group,
+    Kind,
+    at_least,
+    by_kind,
+    choice_for,
+    pack,
+    run_with,
+    size_of,
+)
 from .users import Users
 
 logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
-LOW = (torch.bfloat16, torch.float16)
 MOST_ROWS = 64  # of most rounds; more are taken for a prompt's
-TIMED_ROWS = (1, 3, 8)
-TIMED_PROMPT = (128,)
-PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
-TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
-TIMES = 3
-# Rows that are alike in 16 bits, whatever their number. Of more, some kernels, as oneDNN's for AMX, add up in another
-# order.
-ALIKE_ROWS = 32
-COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 31)
-COMPARED_VALUES = 2**16  # of results: another order of a sum changes one of ten thousand
-LEAST = (1, 2, None)  # what `Choice.least_rows` may be
 CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
-MEASURED = Measured("linear_layers")
 FORWARD = nn.Linear.forward  # where another is put in its place, that is what layers run
-Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
-Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A decision for all linear layers of one shape: the kernel that multiplies few rows. `is_packed`: oneDNN over
-    packed weights, else torch's own. `least_rows`: in 16 bits, 1 where a row's result does not depend on the number of
-    rows; 2 where that of a lone row differs, which is then run twice; None where results depend on it. `takes_prompts`:
-    it multiplies the rows of prompts, too."""
-
-    is_packed: bool
-    least_rows: int | None
-    takes_prompts: bool = False
 
 
 @dataclass
@@ -73,11 +56,11 @@ class FewRowsLayer:
 
     key: tuple
     choice: Choice
-    packed_weight: Tensor | None
+    packed: Packed | None
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.packed_weight is None else self.packed_weight.numel() * self.packed_weight.element_size()
+        return self.packed.num_bytes if self.packed else 0
 
 
 class _Forwards(threading.local):
@@ -179,7 +162,7 @@ class _LinearForward:
         self.layers = group  # while a model is copied these may be half made: nothing of them is read here
         self.takes_prompts = few is not None and few.choice.takes_prompts
         self.least_rows = (few and few.choice.least_rows) or 1
-        self.run = None if few is None else _run(group, few.packed_weight)
+        self.run = None if few is None else run_with(group, few.packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.layers[0].in_features
@@ -192,7 +175,7 @@ class _LinearForward:
 
     def _of_few(self, x: Tensor) -> Tensor:
         assert self.run is not None
-        return _at_least(self.least_rows, self.run, x, x.numel() // x.shape[-1])
+        return at_least(self.least_rows, self.run, x, x.numel() // x.shape[-1])
 
     def __reduce__(self) -> tuple:
         """A copy of a layer, made meanwhile, runs its own forward."""
@@ -225,26 +208,6 @@ def keys_before() -> int | None:
     return _forwards.num_before
 
 
-def _at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
-    """Runs rows x (..., K), a single one as often as `least_rows` says."""
-    if num_rows >= least_rows:
-        return run(x)
-    return run(x.reshape(1, -1).expand(least_rows, -1).contiguous())[:1].view(*x.shape[:-1], -1)
-
-
-def _run(group: Group, packed_weight: Tensor | None) -> Run:
-    if packed_weight is None:
-        runs = [functools.partial(linear, weight=layer.weight, bias=layer.bias) for layer in group]
-        return runs[0] if len(runs) == 1 else lambda x: torch.cat([run(x) for run in runs], dim=-1)
-    return functools.partial(packed_linear, weight=packed_weight, bias=_joined([layer.bias for layer in group]))
-
-
-def _joined(tensors: list[Tensor | None]) -> Tensor | None:
-    """The weights, or the biases, of a group in one; None where its layers have none."""
-    own = [tensor.detach() for tensor in tensors if tensor is not None]
-    return (own[0] if len(own) == 1 else torch.cat(own)) if own else None
-
-
 def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, FewRowsLayer]:
     """The linear layers of a model that few rows run through in another way, each a group of its own unless it is in
     one of the groups, prepared where they are not yet; none where they were declined or memory is short."""
@@ -252,7 +215,7 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
     new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
     for layer in (layer for group in new for layer in group):  # one may have been prepared alone
         _layers.pop(layer, None)
-    needed, free = sum(map(_num_bytes, new)), free_memory()
+    needed, free = sum(map(size_of, new)), free_memory()
     if needed > SHARE_OF_MEMORY * free:
         logger.warning_once(
             "EAGLE drafting: the linear layers of %s run as torch has them: packed for rounds on the CPU they would"
@@ -260,8 +223,8 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
             *(type(model).__name__, needed >> 20, free >> 20, int(needed / SHARE_OF_MEMORY) >> 20),
         )
         return {group: _layers[group[0]] for group in own if group[0] in _layers}
-    for alike in _by_shape(new).values():
-        _prepare(alike)
+    for kind, alike in by_kind(new).items():
+        _prepare(alike, kind)
     made = sum(_layers[group[0]].num_bytes for group in new)
     if made:
         logger.info("Linear layers of %s are packed: %d MiB.", type(model).__name__, made >> 20)
@@ -294,14 +257,15 @@ def _key(group: Group) -> tuple:
 
 
 def _key_of_layer(layer: nn.Linear) -> tuple:
-    """Returns a tuple that differs once a layer's weight has changed, by which a stale packed copy is noticed. It holds
-    the sums of the rows' bits: changes through `.data`, as PEFT's when it merges an adapter, leave no other trace. They
-    are read in a third of the time that a token takes."""
+    """Returns a tuple that differs once a layer's weight or bias has changed, by which a stale packed copy is noticed.
+    It holds the sums of the rows' bits: changes through `.data`, as PEFT's when it merges an adapter, leave no other
+    trace. They are read in a third of the time that a token takes."""
     weight = layer.weight.detach().contiguous()
     size = weight.itemsize
     bits = weight.view(torch.int64 if weight.shape[1] * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size])
     sums = hash(bits.sum(1, dtype=torch.int64).numpy().tobytes())
-    return id(layer.weight), weight.data_ptr(), weight.dtype, weight.shape, torch.get_num_threads(), sums
+    bias = None if layer.bias is None else hash(layer.bias.detach().float().numpy().tobytes())
+    return id(layer.weight), weight.data_ptr(), weight.dtype, weight.shape, torch.get_num_threads(), sums, bias
 
 
 def free_memory() -> int:
@@ -314,102 +278,13 @@ def free_memory() -> int:
     return free
 
 
-def _num_bytes(group: Group) -> int:
-    return sum(layer.weight.nbytes for layer in group)
-
-
-def _by_shape(groups: list[Group]) -> dict[tuple, list[Group]]:
-    alike = dict[tuple, list[Group]]()
-    for group in groups:
-        shapes = tuple(layer.weight.shape for layer in group)
-        alike.setdefault((*shapes, group[0].weight.dtype), []).append(group)
-    return alike
-
-
-# -- which kernel
-
-
 @torch.no_grad()
-def _prepare(groups: list[Group]) -> None:
-    """Packs the weights of groups of the same shapes, where that is faster by what was measured on this machine."""
-    weight, heights = groups[0][0].weight, "+".join(str(layer.out_features) for layer in groups[0])
-    name = f"{machine()}, {str(weight.dtype).removeprefix('torch.')} {heights} x {weight.shape[1]}"
+def _prepare(groups: list[Group], kind: Kind) -> None:
+    """Packs the weights of groups of one kind, where that is faster by what was measured on this machine."""
     try:
-        choice = _choice_of(MEASURED.get(name))
-        if choice is None:
-            choice = _measured(groups)
-            MEASURED.put(name, asdict(choice))
-        weights = [_packed(group) if choice.is_packed else None for group in groups]
+        choice = choice_for(groups, kind)
+        each = [pack(group, choice.kernel) for group in groups]
     except RuntimeError:  # no memory after all
-        choice, weights = Choice(False, None), [None] * len(groups)
-    for group, packed_weight in zip(groups, weights, strict=True):
-        _layers[group[0]] = FewRowsLayer(_key(group), choice, packed_weight)
-
-
-def _packed(group: Group) -> Tensor:
-    weight = _joined([layer.weight for layer in group])
-    assert weight is not None
-    return packed(weight)
-
-
-def _choice_of(kept: Any) -> Choice | None:
-    """Reads a choice that an earlier process kept; None where there is none."""
-    if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Choice)}:
-        return None
-    flags = kept["is_packed"], kept["takes_prompts"]
-    return Choice(**kept) if all(isinstance(flag, bool) for flag in flags) and kept["least_rows"] in LEAST else None
-
-
-def _measured(groups: list[Group]) -> Choice:
-    """The choice for groups of the same shapes, by the times that they take."""
-    first, is_low = groups[0][0], groups[0][0].weight.dtype in LOW
-    timed = groups[: max(1, TIMED_BYTES // _num_bytes(groups[0]))]
-    own = [_run(group, None) for group in timed]
-    with suppress(RuntimeError):  # a processor that oneDNN has no such kernel for
-        over_packed = [_run(group, _packed(group)) for group in timed]
-        of_packed, of_own = _seconds((over_packed, own), first, TIMED_ROWS)
-        if of_packed < of_own:
-            of_prompt, of_own = _seconds((over_packed[:1], own[:1]), first, TIMED_PROMPT)
-            return Choice(True, _least_rows(over_packed, first) if is_low else 1, PROMPT_GAIN * of_prompt < of_own)
-    return Choice(False, _least_rows(own, first) if is_low else 1)
-
-
-def _rows(num: int, layer: nn.Linear) -> Tensor:
-    values = torch.randn(num, layer.in_features, generator=torch.Generator().manual_seed(num), device="cpu")
-    return values.to(layer.weight.dtype)
-
-
-def _seconds(ways: Sequence[list[Run]], layer: nn.Linear, numbers_of_rows: tuple[int, ...]) -> list[float]:
-    """The seconds that layers take one after the other, over all numbers of rows that are timed, by each of the ways to
-    run them: the least of several times, as other load only ever makes them longer. The ways take turns, so that such
-    load meets all of them."""
-    inputs = [_rows(num, layer) for num in numbers_of_rows]
-    taken = [[_seconds_of(runs, x) for runs in ways for x in inputs] for _ in range(TIMES + 1)]
-    least = [min(times) for times in zip(*taken[1:], strict=True)]  # the first time is not the usual one
-    return [sum(least[i : i + len(inputs)]) for i in range(0, len(least), len(inputs))]
-
-
-def _seconds_of(runs: list[Run], x: Tensor) -> float:
-    begin = time.perf_counter()
-    for run in runs:
-        run(x)
-    return time.perf_counter() - begin
-
-
-def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
-    """The least number of rows, 1 or 2, from which on a row's result is the same, to the last bit, whatever the other
-    rows and their number, up to ALIKE_ROWS, by the numbers that are tried; None where there is none."""
-    width = runs[0](_rows(1, layer)).shape[-1]
-    num_tried = -(-COMPARED_VALUES // (len(runs) * ALIKE_ROWS * width))
-    tried = _rows(num_tried * ALIKE_ROWS, layer).split(ALIKE_ROWS)
-    for least_rows in (1, 2):  # of LEAST
-        if all(_is_same(run, x, least_rows) for run in runs for x in tried):
-            return least_rows
-    return None
-
-
-def _is_same(run: Run, x: Tensor, least_rows: int) -> bool:
-    """Returns whether rows x (T, K) give the same one by one, by few sizes and all together."""
-    together = run(x)
-    parts = ([_at_least(least_rows, run, part, len(part)) for part in x.split(size)] for size in COMPARED_SIZES)
-    return all(torch.equal(torch.cat(results), together) for results in parts)
+        choice, each = Choice(TORCH, None), [None] * len(groups)
+    for group, packed in zip(groups, each, strict=True):
+        _layers[group[0]] = FewRowsLayer(_key(group), choice, packed)

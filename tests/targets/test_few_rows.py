@@ -13,10 +13,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from eagle31_hf import demo, track_acceptance
-from eagle31_hf.kernels.packed_linear import is_available, packed_linear
+from eagle31_hf.kernels import packed_linear
+from eagle31_hf.kernels.packed_linear import fits_fp16, is_available, onednn_linear, packed_by_fbgemm
 from eagle31_hf.storage.measured import Measured
 from eagle31_hf.targets import few_rows as module
-from eagle31_hf.targets.few_rows import Choice, few_rows, in_drafted_call
+from eagle31_hf.targets import linear_kernels
+from eagle31_hf.targets.few_rows import few_rows, in_drafted_call
+from eagle31_hf.targets.linear_kernels import TORCH, Choice
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
 PROMPT = torch.tensor([[3, 5, 2, 9, 4, 1]])
@@ -26,16 +29,16 @@ WIDTHS = (40, 96, 1536)  # the last is wider than oneDNN sums up at once for one
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Nothing is known of kernels when a test begins; packed weights are taken, not for prompts, come what may."""
-    monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))
-    monkeypatch.setattr(module, "_seconds_of", seconds_where_packed_takes(0.5, 1.0))
+    monkeypatch.setattr(linear_kernels, "MEASURED", Measured("linear_layers"))
+    monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_where_packed_takes(0.5, 1.0))
 
 
 def seconds_where_packed_takes(of_few_rows: float, of_prompts: float):
     """What is found where packed weights take so long, and torch's own kernels a second."""
 
     def seconds(runs, x):
-        is_packed = getattr(runs[0], "func", None) is module.packed_linear
-        return (of_few_rows if len(x) in module.TIMED_ROWS else of_prompts) if is_packed else 1.0
+        is_packed = getattr(runs[0], "func", None) in (packed_linear.onednn_linear, packed_linear.fbgemm_linear)
+        return (of_few_rows if len(x) in linear_kernels.TIMED_ROWS else of_prompts) if is_packed else 1.0
 
     return seconds
 
@@ -68,7 +71,42 @@ def test_results_are_the_model_s_own_in_fp32(width, bias):
             assert got.shape == (2, count, width)
             assert (got - expected[:, :count]).abs().max() <= 1e-5 * expected.abs().max()
         assert torch.equal(model(x), expected)  # many rows: a prompt's
-    assert all(module._layers[layer].packed_weight is not None for layer in (model[0], model[2]))
+    assert all(module._layers[layer].packed is not None for layer in (model[0], model[2]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_read_as_such_and_multiplied_in_fp32(monkeypatch, stored, bias):
+    try:
+        packed_by_fbgemm(torch.ones(2, 2), None)
+    except RuntimeError:
+        pytest.skip("torch has no FBGEMM here")
+    seconds = seconds_where_packed_takes(0.5, 1.0)
+    monkeypatch.setattr(
+        linear_kernels,
+        "_seconds_of",
+        lambda runs, x: 0.1 if getattr(runs[0], "func", None) is packed_linear.fbgemm_linear else seconds(runs, x),
+    )
+    model = model_of(stored, 1536, bias).float()
+    x = torch.randn(40, 1536)
+    exact = model.double()(x.double())
+    model.float()
+    with few_rows(model) as rows, in_drafted_call():
+        assert {module._layers[layer].choice.kernel for layer in (model[0], model[2])} == {"fbgemm"}
+        assert rows.num_bytes == sum(p.numel() * 2 for p in model.parameters() if p.dim() == 2)
+        assert (model(x) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert not fits_fp16(model[0].weight.to(stored))
+
+
+@pytest.mark.parametrize("of_row", [1 / 3, 2.0**17, float("nan"), 2.0**-26 / 3])
+def test_weights_that_fp16_does_not_hold_are_known(of_row):
+    """A third, too large, none, too small: one row of many is enough."""
+    weight = torch.randn(1500, 8).bfloat16().float()
+    weight[3, 2] = 1e-20  # too small beside the others of its row to matter
+    assert fits_fp16(weight)
+    weight[1400] = of_row
+    assert not fits_fp16(weight)
 
 
 @torch.no_grad()
@@ -88,9 +126,11 @@ def test_a_row_is_the_same_to_the_last_bit_beside_others(dtype, width):
 def test_however_many_rows_an_exact_round_has_they_run_few_at_a_time(monkeypatch):
     seen = list[int]()
     monkeypatch.setattr(
-        module, "linear", lambda x, weight, bias=None: seen.append(len(x)) or nn.functional.linear(x, weight, bias)
+        linear_kernels,
+        "linear",
+        lambda x, weight, bias=None: seen.append(len(x)) or nn.functional.linear(x, weight, bias),
     )
-    monkeypatch.setattr(module, "_seconds_of", seconds_where_packed_takes(2.0, 2.0))
+    monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_where_packed_takes(2.0, 2.0))
     with few_rows(model := model_of(torch.bfloat16)):
         seen.clear()
         with in_drafted_call(num_before=0):
@@ -106,16 +146,16 @@ def test_a_kernel_for_one_row_that_rounds_otherwise_is_given_two(monkeypatch):
         out = nn.functional.linear(x, weight, bias)
         return out if x.shape[0] >= from_rows else out * (1 + 2**-7)
 
-    monkeypatch.setattr(module, "linear", rounds_otherwise)
-    monkeypatch.setattr(module, "_seconds_of", seconds_where_packed_takes(2.0, 2.0))
+    monkeypatch.setattr(linear_kernels, "linear", rounds_otherwise)
+    monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_where_packed_takes(2.0, 2.0))
     with torch.no_grad(), few_rows(model := model_of(torch.bfloat16)) as rows, in_drafted_call():
         assert rows.is_exact
         assert not rows.num_bytes
-        assert {module._layers[layer].choice for layer in (model[0], model[2])} == {Choice(False, 2)}
+        assert {module._layers[layer].choice for layer in (model[0], model[2])} == {Choice(TORCH, 2)}
         x = torch.randn(3, 96).bfloat16()
         assert torch.equal(torch.cat([model(row) for row in x.split(1)]), model(x))
-    monkeypatch.setattr(module, "MEASURED", Measured("another"))
-    monkeypatch.setattr(module, "linear", lambda x, weight, bias=None: rounds_otherwise(x, weight, bias, 5))
+    monkeypatch.setattr(linear_kernels, "MEASURED", Measured("another"))
+    monkeypatch.setattr(linear_kernels, "linear", lambda x, weight, bias=None: rounds_otherwise(x, weight, bias, 5))
     with few_rows(model_of(torch.bfloat16)) as rows:
         assert not rows.is_exact
 
@@ -130,10 +170,9 @@ def test_the_model_is_left_as_it_was_and_other_forwards_meanwhile_are_its_own(mo
         seen.append(threading.get_ident())
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
+    monkeypatch.setattr(packed_linear, "onednn_linear", noted)
     with few_rows(model):
-        pass
-    monkeypatch.setattr(module, "packed_linear", noted)
-    with few_rows(model):
+        seen.clear()  # what was run to be timed
         assert torch.equal(model(x), own)  # no round
         with in_drafted_call():
             thread = threading.Thread(target=lambda: seen.append(torch.equal(model(x), own)))
@@ -174,6 +213,7 @@ def test_a_weight_that_has_changed_is_packed_again():
         lambda: setattr(model[0].weight, "data", torch.randn(128, 96)),
         lambda: model[0].weight.data.add_(0.5),  # as PEFT merges an adapter: torch counts no version
         lambda: model[0].weight.data[5].zero_(),
+        lambda: model[0].bias.data.add_(3),
         lambda: model[0].weight.data[:, 3:5].zero_(),
         lambda: model[0].weight.data.copy_(model[0].weight.data[torch.arange(128) ^ 1]),  # rows that change places
         lambda: model.bfloat16(),
@@ -314,11 +354,11 @@ def test_a_model_with_other_matrices_is_not_exact(matrix):
         assert not rows.is_exact
 
 
-OF_NOW = {"is_packed": True, "least_rows": 1, "takes_prompts": True}
-OTHERS = {"is_packed": 1}, {"least_rows": 7}, {"takes_prompts": None}, {"more": 1}
+OF_NOW = {"kernel": "onednn", "least_rows": 1, "takes_prompts": True}
+OTHERS = {"kernel": "magic"}, {"least_rows": 7}, {"takes_prompts": None}, {"more": 1}
 
 
-@pytest.mark.parametrize("kept", [[], {}, {"is_packed": True, "least_rows": 1}, *(OF_NOW | other for other in OTHERS)])
+@pytest.mark.parametrize("kept", [[], {}, {"kernel": "onednn", "least_rows": 1}, *(OF_NOW | other for other in OTHERS)])
 def test_choices_of_another_form_are_made_anew(monkeypatch, kept):
     monkeypatch.setattr(Measured, "get", lambda self, key: kept)
     with few_rows(model_of(torch.float32)) as rows:
@@ -328,13 +368,14 @@ def test_choices_of_another_form_are_made_anew(monkeypatch, kept):
 @torch.no_grad()
 @pytest.mark.parametrize(("of_prompts", "takes"), [(0.5, True), (0.9, False)])
 def test_prompts_run_the_kernel_of_few_rows_where_it_is_faster_by_far(monkeypatch, of_prompts, takes):
-    monkeypatch.setattr(module, "_seconds_of", seconds_where_packed_takes(0.5, of_prompts))
+    monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_where_packed_takes(0.5, of_prompts))
     ran, model, x = [], model_of(torch.float32), torch.randn(2, 70, 96)
     monkeypatch.setattr(
-        module, "packed_linear", lambda *args, **kwargs: ran.append(args) or packed_linear(*args, **kwargs)
+        packed_linear, "onednn_linear", lambda *args, **kwargs: ran.append(args) or onednn_linear(*args, **kwargs)
     )
     expected = model(x)
     with few_rows(model), in_drafted_call():
+        ran.clear()  # what was run to be timed
         got = model(x)
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert bool(ran) == takes
@@ -345,9 +386,9 @@ def test_load_that_ends_while_kernels_are_timed_decides_nothing(monkeypatch):
 
     def seconds_at_first_beside_other_work(runs, x):
         asked.append(len(x))
-        return seconds(runs, x) * (3.0 if len(asked) <= len(module.TIMED_ROWS) * module.TIMES else 1.0)
+        return seconds(runs, x) * (3.0 if len(asked) <= len(linear_kernels.TIMED_ROWS) * linear_kernels.TIMES else 1.0)
 
-    monkeypatch.setattr(module, "_seconds_of", seconds_at_first_beside_other_work)
+    monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_at_first_beside_other_work)
     with few_rows(model_of(torch.float32)) as rows:
         assert rows.num_bytes
 
@@ -357,24 +398,24 @@ def test_where_packing_fails_layers_run_as_torch_has_them(monkeypatch):
     with few_rows(model_of(torch.bfloat16)):
         pass
 
-    def refused(weight):
+    def refused(weight, bias):
         raise RuntimeError("could not create a primitive")
 
-    monkeypatch.setattr(module, "packed", refused)
+    monkeypatch.setitem(packed_linear.KERNELS, "onednn", refused)
     for _ in range(2):
         with few_rows(model := model_of(torch.bfloat16)) as rows, in_drafted_call(), torch.no_grad():
             assert rows.num_bytes == 0
             x = torch.randn(3, 96).bfloat16()
             assert model(x).shape == x.shape
-        monkeypatch.setattr(module, "MEASURED", Measured("another"))
+        monkeypatch.setattr(linear_kernels, "MEASURED", Measured("another"))
 
 
 def test_weights_are_packed_once():
     model = model_of(torch.float32)
     with few_rows(model):
-        first = module._layers[model[0]].packed_weight
+        first = module._layers[model[0]].packed
     with few_rows(model):
-        assert module._layers[model[0]].packed_weight is first
+        assert module._layers[model[0]].packed is first
 
 
 @pytest.mark.parametrize("wrapped", ["hook", "forward", "class", "meta", "inference"])
@@ -428,11 +469,11 @@ def test_it_can_be_declined(monkeypatch, switch):
 def test_choices_are_kept_between_processes(monkeypatch):
     with few_rows(model_of(torch.float32)):
         pass
-    kept = json.loads(module.MEASURED.path.read_text())
+    kept = json.loads(linear_kernels.MEASURED.path.read_text())
     assert len(kept) == 2
-    assert list(kept.values()) == [{"is_packed": True, "least_rows": 1, "takes_prompts": False}] * 2
-    monkeypatch.setattr(module, "MEASURED", Measured("linear_layers"))  # another process
-    monkeypatch.setattr(module, "_measured", lambda layers: pytest.fail("it was known"))
+    assert list(kept.values()) == [{"kernel": "onednn", "least_rows": 1, "takes_prompts": False}] * 2
+    monkeypatch.setattr(linear_kernels, "MEASURED", Measured("linear_layers"))  # another process
+    monkeypatch.setattr(linear_kernels, "_measured", lambda *args: pytest.fail("it was known"))
     with few_rows(model_of(torch.float32)) as rows:
         assert rows.num_bytes
 

@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from eagle31_hf.kernels import rope
-from eagle31_hf.kernels.packed_linear import is_available
-from eagle31_hf.targets import few_rows, rows_layer
+from eagle31_hf.kernels.packed_linear import is_available, onednn_linear
+from eagle31_hf.targets import few_rows, linear_kernels, rows_layer
 from eagle31_hf.targets.few_rows import in_drafted_call
 from eagle31_hf.targets.fused import fused_rows, why_not_fused
 from eagle31_hf.targets.layers import decoder_layers
@@ -33,18 +33,19 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
 @pytest.fixture(autouse=True)
 def packed(monkeypatch):
     """Whatever is fastest here, packed weights are taken, for prompts too."""
-    choice = {"is_packed": True, "least_rows": 1, "takes_prompts": True}
-    monkeypatch.setattr(few_rows.MEASURED, "get", lambda name: choice)
+    choice = {"kernel": "onednn", "least_rows": 1, "takes_prompts": True}
+    monkeypatch.setattr(linear_kernels.MEASURED, "get", lambda name: choice)
     return choice
 
 
 @pytest.fixture
 def tried(monkeypatch):
     """Whether rows depend on their number is tried, as in use; there are processors without such kernels."""
-    monkeypatch.setattr(few_rows.MEASURED, "get", lambda name: None)
-    monkeypatch.setattr(few_rows.MEASURED, "put", lambda name, figures: None)
-    own = few_rows.packed_linear
-    monkeypatch.setattr(few_rows, "_seconds_of", lambda runs, *_: float(getattr(runs[0], "func", None) is not own))
+    monkeypatch.setattr(linear_kernels.MEASURED, "get", lambda name: None)
+    monkeypatch.setattr(linear_kernels.MEASURED, "put", lambda name, figures: None)
+    monkeypatch.setattr(
+        linear_kernels, "_seconds_of", lambda runs, *_: float(getattr(runs[0], "func", None) is not onednn_linear)
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,190 @@
+"""The choice of a kernel that multiplies few rows by the weights of linear layers on this CPU: the fastest by
+measurement, once for each shape, dtype and number of threads; in 16 bits with whether a row's result depends on the
+other rows.
+
+T rows, K width of a layer's input, N of its output.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..kernels.packed_linear import KERNELS, Packed, fits_fp16
+from ..storage.measured import Measured, machine
+
+TORCH = "torch"  # for its own kernel, beside the names in KERNELS
+LOW = (torch.bfloat16, torch.float16)
+TIMED_ROWS = (1, 3, 8)
+TIMED_PROMPT = (128,)
+PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
+TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
+TIMES = 5
+# Rows that are alike in 16 bits, whatever their number. Of more, some kernels, as oneDNN's for AMX, add up in another
+# order.
+ALIKE_ROWS = 32
+COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 31)
+COMPARED_VALUES = 2**16  # of results: another order of a sum changes one of ten thousand
+LEAST = (1, 2, None)  # what `Choice.least_rows` may be
+MEASURED = Measured("linear_layers")
+Run = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
+Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision for all linear layers of one shape: the kernel that multiplies few rows. `kernel`: its name in
+    KERNELS, over packed weights, or TORCH. `least_rows`: in 16 bits, 1 where a row's result does not depend on the
+    number of rows; 2 where that of a lone row differs, which is then run twice; None where results depend on it.
+    `takes_prompts`: it multiplies the rows of prompts, too."""
+
+    kernel: str
+    least_rows: int | None
+    takes_prompts: bool = False
+
+
+def size_of(group: Group) -> int:
+    """Returns the bytes of the weights of a group, as they are."""
+    return sum(layer.weight.nbytes for layer in group)
+
+
+def at_least(least_rows: int, run: Run, x: Tensor, num_rows: int) -> Tensor:
+    """Runs rows x (..., K), a single one as often as `least_rows` says."""
+    if num_rows >= least_rows:
+        return run(x)
+    return run(x.reshape(1, -1).expand(least_rows, -1).contiguous())[:1].view(*x.shape[:-1], -1)
+
+
+def run_with(group: Group, packed: Packed | None = None) -> Run:
+    """Returns what multiplies few rows by the weights of a group, packed or as torch has them."""
+    if packed is not None:
+        return packed.run
+    runs = [functools.partial(linear, weight=layer.weight, bias=layer.bias) for layer in group]
+    return runs[0] if len(runs) == 1 else lambda x: torch.cat([run(x) for run in runs], dim=-1)
+
+
+def _joined(tensors: list[Tensor | None]) -> Tensor | None:
+    """The weights, or the biases, of a group in one; None where its layers have none."""
+    own = [tensor.detach() for tensor in tensors if tensor is not None]
+    return (own[0] if len(own) == 1 else torch.cat(own)) if own else None
+
+
+class Kind(NamedTuple):
+    """A kind of groups of layers that run by one choice: the shapes (N, K) of their weights, which fp16 holds or
+    not."""
+
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    fits_fp16: bool
+
+    @property
+    def kernels(self) -> list[str]:
+        return [name for name in KERNELS if name != "fbgemm" or self.fits_fp16]
+
+    def __str__(self) -> str:
+        heights, width = "+".join(str(shape[0]) for shape in self.shapes), self.shapes[0][1]
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {heights} x {width}{' of 16 bits' if self.fits_fp16 else ''}"
+
+
+def by_kind(groups: list[Group]) -> dict[Kind, list[Group]]:
+    """Sorts groups by kind."""
+    alike = dict[Kind, list[Group]]()
+    for group in groups:
+        weights = [layer.weight for layer in group]
+        kind = Kind(tuple(weight.shape for weight in weights), weights[0].dtype, all(map(fits_fp16, weights)))
+        alike.setdefault(kind, []).append(group)
+    return alike
+
+
+def pack(group: Group, kernel: str) -> Packed | None:
+    """Packs the weights of a group for a kernel; None for torch's own. Raises RuntimeError where memory is short."""
+    if kernel == TORCH:
+        return None
+    weight = _joined([layer.weight for layer in group])
+    assert weight is not None
+    return KERNELS[kernel](weight, _joined([layer.bias for layer in group]))
+
+
+def choice_for(groups: list[Group], kind: Kind) -> Choice:
+    """Returns the choice for groups of a kind, by what was measured on this machine, now or by an earlier process."""
+    name = f"{machine()}, {kind}"
+    choice = _choice_of(MEASURED.get(name))
+    if choice is None:
+        choice = _measured(groups, kind.kernels)
+        MEASURED.put(name, asdict(choice))
+    return choice
+
+
+def _choice_of(kept: Any) -> Choice | None:
+    """Reads a choice that an earlier process kept; None where there is none."""
+    if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Choice)}:
+        return None
+    are_of_now = kept["kernel"] in (TORCH, *KERNELS) and kept["least_rows"] in LEAST
+    return Choice(**kept) if are_of_now and isinstance(kept["takes_prompts"], bool) else None
+
+
+def _measured(groups: list[Group], kernels: list[str]) -> Choice:
+    """The choice for groups of one kind, by the times that they take with torch's own kernel and with these."""
+    first, is_low = groups[0][0], groups[0][0].weight.dtype in LOW
+    timed = groups[: max(1, TIMED_BYTES // size_of(groups[0]))]
+    ways = {TORCH: [run_with(group) for group in timed]}
+    for kernel in kernels:
+        with suppress(RuntimeError):  # a processor that it does not know
+            runs = [run_with(group, pack(group, kernel)) for group in timed]
+            runs[0](_rows(1, first))
+            ways[kernel] = runs
+    seconds = dict(zip(ways, _seconds(list(ways.values()), first, TIMED_ROWS), strict=True))
+    kernel = min(seconds, key=seconds.__getitem__)
+    least_rows = _least_rows(ways[kernel], first) if is_low else 1
+    if kernel == TORCH:
+        return Choice(kernel, least_rows)
+    of_prompt, of_own = _seconds((ways[kernel][:1], ways[TORCH][:1]), first, TIMED_PROMPT)
+    return Choice(kernel, least_rows, PROMPT_GAIN * of_prompt < of_own)
+
+
+def _rows(num: int, layer: nn.Linear) -> Tensor:
+    values = torch.randn(num, layer.in_features, generator=torch.Generator().manual_seed(num), device="cpu")
+    return values.to(layer.weight.dtype)
+
+
+def _seconds(ways: Sequence[list[Run]], layer: nn.Linear, numbers_of_rows: tuple[int, ...]) -> list[float]:
+    """The seconds that layers take one after the other, over all numbers of rows that are timed, by each of the ways to
+    run them: the least of several times, as other load only ever makes them longer. The ways take turns, so that such
+    load meets all of them."""
+    inputs = [_rows(num, layer) for num in numbers_of_rows]
+    taken = [[_seconds_of(runs, x) for runs in ways for x in inputs] for _ in range(TIMES + 1)]
+    least = [min(times) for times in zip(*taken[1:], strict=True)]  # the first time is not the usual one
+    return [sum(least[i : i + len(inputs)]) for i in range(0, len(least), len(inputs))]
+
+
+def _seconds_of(runs: list[Run], x: Tensor) -> float:
+    begin = time.perf_counter()
+    for run in runs:
+        run(x)
+    return time.perf_counter() - begin
+
+
+def _least_rows(runs: list[Run], layer: nn.Linear) -> int | None:
+    """The least number of rows, 1 or 2, from which on a row's result is the same, to the last bit, whatever the other
+    rows and their number, up to ALIKE_ROWS, by the numbers that are tried; None where there is none."""
+    width = runs[0](_rows(1, layer)).shape[-1]
+    num_tried = -(-COMPARED_VALUES // (len(runs) * ALIKE_ROWS * width))
+    tried = _rows(num_tried * ALIKE_ROWS, layer).split(ALIKE_ROWS)
+    for least_rows in (1, 2):  # of LEAST
+        if all(_is_same(run, x, least_rows) for run in runs for x in tried):
+            return least_rows
+    return None
+
+
+def _is_same(run: Run, x: Tensor, least_rows: int) -> bool:
+    """Returns whether rows x (T, K) give the same one by one, by few sizes and all together."""
+    together = run(x)
+    parts = ([at_least(least_rows, run, part, len(part)) for part in x.split(size)] for size in COMPARED_SIZES)
+    return all(torch.equal(torch.cat(results), together) for results in parts)
