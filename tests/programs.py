@@ -93,7 +93,8 @@ def forkserver() -> Any:
     """The context of processes that are forked from a server which has imported what commands and trainings do. There
     is one for all tests of a process, and the first use decides what it imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eagle31_hf.cli", "transformers.trainer", "eagle31_hf.training.trainer"])
+    commands = [f"eagle31_hf.cli.{module}" for module in ("run", "talking", "diagnosing", "training")]
+    context.set_forkserver_preload([*commands, "transformers.trainer", "eagle31_hf.training.trainer"])
     ensure_running()
     return context
 

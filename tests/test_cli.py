@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
@@ -100,6 +102,15 @@ def test_a_contradicting_config_is_an_input_error_that_names_the_file(capsys, tm
     error = capsys.readouterr().err
     assert f"{tmp_path}: config.json" in error
     assert "fc_norm and norm_before_fc are both true" in error
+
+
+def test_a_command_imports_no_other_s_module():
+    """Trainers take as long to import as the library itself."""
+    asked = (
+        "import sys; from eagle31_hf.cli import parser; parser('chat'); print('transformers.trainer' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

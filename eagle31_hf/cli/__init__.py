@@ -8,36 +8,37 @@ import argparse
 import contextlib
 import logging
 import sys
-from types import ModuleType
+from importlib import import_module
 
-from . import checking, checkpoints, diagnosing, endings, preparation, run, talking, training
+from . import endings
 from .parsing import Parser, progress
 
-# name: (module that has the command's function, `name`, and `add_name` for its arguments; one line of help, example)
-COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
-    "demo": (run, "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
+# name: (module here that has the command's function, `name`, and `add_name` for its arguments; one line of help,
+# example)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "demo": ("run", "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
     "generate": (
-        run,
+        "run",
         "stream a completion with any target and drafter",
         'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
     ),
     "chat": (
-        talking,
+        "talking",
         "chat with a target in the terminal, drafted tokens marked as they are accepted",
         "eagle31 chat --target Qwen/Qwen3-8B --drafter ./my-drafter",
     ),
     "app": (
-        talking,
+        "talking",
         "the same chat as a page for a browser, by Gradio",
         "eagle31 app --target Qwen/Qwen3-8B --drafter ./my-drafter",
     ),
     "serve": (
-        talking,
+        "talking",
         "serve a target with its drafter as OpenAI's API, by transformers' own server",
         "eagle31 serve --target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16",
     ),
     "check": (
-        checking,
+        "checking",
         (
             "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
             " works, 1: does not)"
@@ -45,42 +46,42 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
         "eagle31 check Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "info": (
-        checkpoints,
+        "checkpoints",
         "say what a drafter's checkpoint is, which format it has, and why it was read so",
         "eagle31 info RedHatAI/Qwen3-8B-speculator.eagle3",
     ),
     "convert": (
-        checkpoints,
+        "checkpoints",
         "convert an EAGLE 3 or 3.1 checkpoint of any format to the native one, in place unless a destination is named",
         "eagle31 convert ./my-drafter",
     ),
     "export": (
-        checkpoints,
+        "checkpoints",
         "write a drafter as vLLM, SGLang or speculators read it, and print the line that serves it",
         "eagle31 export ./my-drafter ./my-drafter-vllm --format vllm",
     ),
     "publish": (
-        checkpoints,
+        "checkpoints",
         "upload a native drafter, or a config that points to its weights, with a model card",
         "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
     "bench": (
-        diagnosing,
+        "diagnosing",
         "report on drafters beside the target alone, on your prompts",
         "eagle31 bench acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl",
     ),
     "drift": (
-        diagnosing,
+        "diagnosing",
         "report on drafters by depth: states, attention, acceptance, in longer contexts too, and what to do about them",
         "eagle31 drift --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report",
     ),
     "prepare-data": (
-        preparation,
+        "preparation",
         "turn chats or texts into training data, in the target's own words and with its states where asked",
         "eagle31 prepare-data --target Qwen/Qwen3-8B --data sharegpt.jsonl --output prepared --regenerate",
     ),
     "train": (
-        training,
+        "training",
         "train a drafter for a causal language model",
         (
             "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16"
@@ -88,22 +89,24 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
         ),
     ),
     "upgrade": (
-        checkpoints,
+        "checkpoints",
         "turn an EAGLE 3 drafter into an EAGLE 3.1 one by calibration on texts",
         "eagle31 upgrade --target Qwen/Qwen3-8B --drafter ./my-drafter --texts texts.jsonl --output ./upgraded",
     ),
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of all commands. `only`: the command that is to be run; the others then take no arguments,
+    since what each imports takes seconds."""
     main_parser = Parser(prog="eagle31", description="EAGLE 3.1 speculative decoding for transformers.")
     commands = main_parser.add_subparsers(required=True, metavar="command")
     for name, (module, line, example) in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}")
-        function = name.replace("-", "_")
-        getattr(module, f"add_{function}")(command)
-        command.set_defaults(function=getattr(module, function))
+        if only in (name, None):
+            function, of_command = name.replace("-", "_"), import_module(f".{module}", __name__)
+            getattr(of_command, f"add_{function}")(command)
+            command.set_defaults(function=getattr(of_command, function))
     return main_parser
 
 
@@ -124,7 +127,7 @@ def answer(arguments: list[str]) -> int:
     """Parses the arguments and runs the command; an error becomes one line on stderr. Returns the exit status."""
     args = None
     try:
-        args = parser().parse_args(arguments)
+        args = parser(arguments[0] if arguments else "").parse_args(arguments)
         args.out = sys.stdout
         # with --json, lines that libraries print must not be on stdout
         with contextlib.redirect_stdout(sys.stderr if getattr(args, "json", False) else sys.stdout):

@@ -34,13 +34,13 @@ from .parsing import (
     add_option,
     add_path,
     add_reading,
+    add_template_option,
     number,
     positive,
     progress,
     reading_options,
     show,
 )
-from .preparation import add_template_option
 
 above_zero = number(0, above=True)
 

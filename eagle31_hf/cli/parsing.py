@@ -185,6 +185,12 @@ def add_device(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
     parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
 
 
+def add_template_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of reading chats."""
+    what = "what the chat template reads besides, as enable_thinking=false"
+    add_assignments(parser, "--template-option", field, what)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

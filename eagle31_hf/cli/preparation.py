@@ -17,14 +17,13 @@ from ..training.store import MANIFEST, check_store_folder
 from .loading import load_outline, load_tokenizer, sampling_options
 from .parsing import (
     DTYPES,
-    add_assignments,
     add_device,
     add_json,
     add_option,
     add_path,
+    add_template_option,
     count,
     device_map,
-    field,
     number,
     positive,
     progress,
@@ -255,12 +254,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     what = "where the folder that servers write hidden states into is on this machine (default: under the same name)"
     add_path(parser, "--engine-states-folder", what, metavar="FOLDER")
-
-
-def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of reading chats."""
-    what = "what the chat template reads besides, as enable_thinking=false"
-    add_assignments(parser, "--template-option", field, what)
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

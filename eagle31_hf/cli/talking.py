@@ -19,8 +19,19 @@ from ..chat.conversation import Conversation
 from ..targets.context import piece_of
 from ..web.address import check_address, is_of_this_machine
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, refuse_drafter, sampling_options
-from .parsing import add_device, add_option, count, integer, path, positive, progress, seed, temperature, words
-from .preparation import add_template_option
+from .parsing import (
+    add_device,
+    add_option,
+    add_template_option,
+    count,
+    integer,
+    path,
+    positive,
+    progress,
+    seed,
+    temperature,
+    words,
+)
 
 KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them

@@ -14,6 +14,7 @@ from .parsing import (
     add_assignments,
     add_option,
     add_path,
+    add_template_option,
     config_field,
     count,
     field,
@@ -24,16 +25,7 @@ from .parsing import (
     seed,
     show,
 )
-from .preparation import (
-    add_answers,
-    add_engine,
-    add_loading,
-    add_self_prompts,
-    add_split,
-    add_template_option,
-    data_options,
-    is_regenerated,
-)
+from .preparation import add_answers, add_engine, add_loading, add_self_prompts, add_split, data_options, is_regenerated
 from .target import target_for
 
 LEFT_BEHIND = (

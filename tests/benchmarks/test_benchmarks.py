@@ -56,8 +56,8 @@ def test_bench_prompt_lookup_decodes_each_prompt_in_both_ways(capsys):
 
 def test_a_budget_for_a_batch_gains_what_a_depth_for_each_sequence_can():
     shape = batch_budget.SHAPES["Llama-3.1-8B"]
-    alike, mixed = [0.7] * 64, [0.9, 0.3] * 32
-    assert batch_budget.best_budget(shape, alike) == pytest.approx(batch_budget.best_depth(shape, alike), rel=0.02)
+    alike, mixed = [0.7] * 4, [0.9, 0.3] * 32
+    assert batch_budget.best_budget(shape, alike) == pytest.approx(batch_budget.best_depth(shape, alike))
     assert batch_budget.best_budget(shape, mixed) > 1.1 * batch_budget.best_depth(shape, mixed)
 
 
