@@ -10,8 +10,10 @@ T rows, K width of a layer's input, N of its output.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -283,7 +285,9 @@ def _prepare(groups: list[Group], kind: Kind) -> None:
     """Packs the weights of groups of one kind, where that is faster by what was measured on this machine."""
     try:
         choice = choice_for(groups, kind)
-        each = [pack(group, choice.kernel) for group in groups]
+        # oneDNN packs with all threads by itself, FBGEMM with one
+        with ThreadPoolExecutor(torch.get_num_threads() if choice.kernel == "fbgemm" else 1) as pool:
+            each = list(pool.map(pack, groups, repeat(choice.kernel)))
     except RuntimeError:  # no memory after all
         choice, each = Choice(TORCH, None), [None] * len(groups)
     for group, packed in zip(groups, each, strict=True):

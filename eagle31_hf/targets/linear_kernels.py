@@ -90,7 +90,7 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         heights, width = "+".join(str(shape[0]) for shape in self.shapes), self.shapes[0][1]
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} {heights} x {width}{' of 16 bits' if self.fits_fp16 else ''}"
+        return f"{dtype} {heights} x {width}{' that fp16 holds' if self.fits_fp16 else ''}"
 
 
 def by_kind(groups: list[Group]) -> dict[Kind, list[Group]]:
