@@ -205,9 +205,9 @@ def fused_widths(monkeypatch) -> list[int]:
     """Returns the widths of the forwards that drafters run fused, as they come."""
     widths = []
 
-    def noted(drafter, given):
-        widths.append(given.ids.shape[1])
-        return run_fused(drafter, given)
+    def noted(drafter, ids, *given):
+        widths.append(ids.shape[1])
+        return run_fused(drafter, ids, *given)
 
     monkeypatch.setattr(drafting, "run_fused", noted)
     return widths

@@ -12,7 +12,7 @@ from families import padded
 from eagle31_hf import demo, track_acceptance
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.arena import Arena, move_into
-from eagle31_hf.generation.captured.fused_drafter import DrafterInput, can_fuse, run_fused
+from eagle31_hf.generation.captured.fused_drafter import Layout, can_fuse, run_fused
 from eagle31_hf.generation.captured.seam import Uncaptured, seams
 from eagle31_hf.targets.fused import why_not_fused
 from eagle31_hf.targets.masks import spans_of
@@ -97,7 +97,7 @@ def forward(drafter, cache, placement, tokens, source, start_and_bits, last, is_
     placement.on_device = starts
     rope = list(drafter.rotary_emb(drafter.like, places))
     if is_fused:
-        return run_fused(drafter, DrafterInput(tokens, source, rope, spans, cache, last))
+        return run_fused(drafter, tokens, source, Layout(places, {}, spans, rope), cache, last)
     out = drafter(
         tokens,
         **source,

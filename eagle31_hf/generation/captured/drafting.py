@@ -24,7 +24,7 @@ from ..planning.plan import Plan
 from ..rejection_sampler import RejectionSampler
 from ..unread_states import gathered
 from .carry import Carry
-from .fused_drafter import DrafterInput, can_fuse, run_alone, run_fused
+from .fused_drafter import Layout, can_fuse, run_alone, run_fused
 
 MOST_CANDIDATES = 1024  # of a tree, before the best are taken
 
@@ -86,35 +86,6 @@ class Drafts:
     def ones(self) -> Tensor:
         """A 1 for every node (B, N): the bits of the root, which sees itself alone. A view: no operation."""
         return self.bits[:, :1].expand_as(self.depths)
-
-
-@dataclass
-class Layout:
-    """The positions and masks of T tokens that the drafter reads in one or several forwards. `places` (B, T): the slots
-    of its cache they belong to; `begins` (B, T) the first slots they see, and `spans` (B, 1, T, 3) their masks, both by
-    type of layers; `rope`: cos and sin of their positions, (B, T, P) each."""
-
-    places: Tensor
-    begins: dict[str, Tensor]
-    spans: dict[str, Tensor]
-    rope: list[Tensor]
-
-    def part(self, columns: slice) -> "Layout":
-        """The layout of some of the tokens. Views: no operation."""
-        return Layout(
-            self.places[:, columns],
-            {kind: begin[:, columns] for kind, begin in self.begins.items()},
-            {kind: mask[:, :, columns] for kind, mask in self.spans.items()},
-            [part[:, columns] for part in self.rope],
-        )
-
-    def of_level(self, level: int, bits: Tensor) -> "Layout":
-        """The layout of a tree's nodes, F of one level, which all have the position of a chain's token of that level.
-        `bits` (B, F): which nodes each of them sees."""
-        here, width = self.part(slice(level, level + 1)), bits.shape[1]
-        first, places = self.places[:, :1], here.places.expand(-1, width)
-        spans = {kind: spans_of(first, begin, places, bits, None) for kind, begin in here.begins.items()}
-        return replace(here, places=places, spans=spans, rope=[part.expand(-1, width, -1) for part in here.rope])
 
 
 class Drafting:
@@ -277,4 +248,4 @@ class Drafting:
         side = self.parts.drafter
         side.placement.on_device = starts
         run = run_fused if can_fuse(side.model) else run_alone
-        return run(side.model, DrafterInput(ids, source, layout.rope, layout.spans, side.cache, last))
+        return run(side.model, ids, source, layout, side.cache, last)

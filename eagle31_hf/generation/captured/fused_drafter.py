@@ -4,7 +4,7 @@ its head.
 B sequences, T tokens, h drafter width, n*ht width of a token's captured states, Vd draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel, normed_target_
 from ...quantized import QuantizedLinear
 from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, products, through_layer, through_mlp
 from ...targets.ends import ACTIVATION_DTYPES
+from ...targets.masks import spans_of
 from ..unread_states import gathered
 
 LAYERS = Eagle31DecoderLayer, GQAttention, LlamaMLP
@@ -25,45 +26,66 @@ KINDS = (*LAYERS, SiLUActivation, nn.SiLU, nn.Linear, QuantizedLinear, Norm)  # 
 
 
 @dataclass
-class DrafterInput:
-    """The arguments of a drafter's forward over an arena."""
+class Layout:
+    """The positions and masks of T tokens that the drafter reads in one or several forwards. `places` (B, T): the slots
+    of its cache they belong to; `begins` (B, T) the first slots they see, and `spans` (B, 1, T, 3) their masks, both by
+    type of layers; `rope`: cos and sin of their positions, (B, T, P) each."""
 
-    ids: Tensor  # (B, T)
-    source: dict[str, Tensor]  # `target_hidden_states` (B, T, n*ht) or `hidden_states` (B, T, h)
-    rope: list[Tensor]  # cos and sin (B or 1, T, P)
-    spans: dict[str, Tensor]  # masks (B, 1, T, 3) by type of layers
-    cache: Cache  # lies in an arena
-    last: Tensor | None  # (B, 1): the token whose output alone is wanted; None: that of all
+    places: Tensor
+    begins: dict[str, Tensor]
+    spans: dict[str, Tensor]
+    rope: list[Tensor]
+
+    def part(self, columns: slice) -> "Layout":
+        """The layout of some of the tokens. Views: no operation."""
+        return Layout(
+            self.places[:, columns],
+            {kind: begin[:, columns] for kind, begin in self.begins.items()},
+            {kind: mask[:, :, columns] for kind, mask in self.spans.items()},
+            [part[:, columns] for part in self.rope],
+        )
+
+    def of_level(self, level: int, bits: Tensor) -> "Layout":
+        """The layout of a tree's nodes, F of one level, which all have the position of a chain's token of that level.
+        `bits` (B, F): which nodes each of them sees."""
+        here, width = self.part(slice(level, level + 1)), bits.shape[1]
+        first, places = self.places[:, :1], here.places.expand(-1, width)
+        spans = {kind: spans_of(first, begin, places, bits, None) for kind, begin in here.begins.items()}
+        return replace(here, places=places, spans=spans, rope=[part.expand(-1, width, -1) for part in here.rope])
 
 
-def run_fused(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor, Tensor]:
-    """Runs the drafter by operations. Returns the states (B, T, h) and draft logits (B, T, Vd) that its own forward
-    computes, T 1 where the last token's alone are wanted."""
-    states = given.source.get("hidden_states")
+def run_fused(
+    drafter: Eagle31DrafterModel, ids: Tensor, source: dict[str, Tensor], layout: Layout, cache: Cache, last: Any
+) -> tuple[Tensor, Tensor]:
+    """Runs the drafter by operations over tokens (B, T) and their `source`, `target_hidden_states` (B, T, n*ht) or
+    `hidden_states` (B, T, h). Returns the states (B, T, h) and draft logits (B, T, Vd) that its own forward computes,
+    or, unless `last` (B, 1) is None, those of that token alone. `cache` lies in an arena."""
+    states = source.get("hidden_states")
     if states is None:
-        states = given.source["target_hidden_states"].to(drafter.like.dtype)
+        states = source["target_hidden_states"].to(drafter.like.dtype)
         states = products([drafter.fc], normed_target_states(drafter, states))[0]
     layers: list[Any] = list(drafter.layers)
-    x, residual = _through_first(drafter, layers[0], states, given)
+    x, residual = _through_first(drafter, states, ids, layout, arena_layer(cache, 0))
     for index in range(1, len(layers)):
-        mask = given.spans[layers[index].attention_type]
-        x, residual = through_layer(layers[index], x, residual, given.rope, mask, arena_layer(given.cache, index))
+        mask = layout.spans[layers[index].attention_type]
+        x, residual = through_layer(layers[index], x, residual, layout.rope, mask, arena_layer(cache, index))
     normed, total = norm_sum(drafter.norm, x, residual)
-    if given.last is not None:
-        normed = gathered(normed, given.last)
-        total = total if drafter.config.norm_output else gathered(total, given.last)
+    if last is not None:
+        normed = gathered(normed, last)
+        total = total if drafter.config.norm_output else gathered(total, last)
     return normed if drafter.config.norm_output else total, drafter.score(normed)
 
 
-def run_alone(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor, Tensor]:
-    """Runs the drafter's own forward, for a drafter that cannot be fused; returns what `run_fused` does."""
-    last = given.last
+def run_alone(
+    drafter: Eagle31DrafterModel, ids: Tensor, source: dict[str, Tensor], layout: Layout, cache: Cache, last: Any
+) -> tuple[Tensor, Tensor]:
+    """Runs the drafter's own forward, for a drafter that cannot be fused; takes and returns what `run_fused` does."""
     out = drafter(
-        given.ids,
-        **given.source,
-        position_embeddings=tuple(given.rope),
-        attention_mask=given.spans,
-        past_key_values=given.cache,
+        ids,
+        **source,
+        position_embeddings=tuple(layout.rope),
+        attention_mask=layout.spans,
+        past_key_values=cache,
         logits_to_keep=0 if last is None else last[:, 0],  # of each sequence its own
         return_dict=True,
     )
@@ -71,14 +93,15 @@ def run_alone(drafter: Eagle31DrafterModel, given: DrafterInput) -> tuple[Tensor
 
 
 def _through_first(
-    drafter: Eagle31DrafterModel, layer: Any, states: Tensor, given: DrafterInput
+    drafter: Eagle31DrafterModel, states: Tensor, ids: Tensor, layout: Layout, kv: Any
 ) -> tuple[Tensor, Tensor]:
     """The layer that reads [embedding, state]: states (B, T, h) before it -> after it, as a sum of two."""
+    layer: Any = drafter.layers[0]
     norms = layer.input_layernorm, layer.hidden_norm
     table: Any = drafter.get_input_embeddings()
-    x = embed_norms(given.ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
+    x = embed_norms(ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
     residual = x[..., states.shape[-1] :] if layer.norm_before_residual else states
-    attended = attend(layer.self_attn, x, given.rope, given.spans[layer.attention_type], arena_layer(given.cache, 0))
+    attended = attend(layer.self_attn, x, layout.rope, layout.spans[layer.attention_type], kv)
     normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
     return through_mlp(layer.mlp, normed), residual
 
