@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..acceptance import CHAINS, LOCK_STEP, PLAIN, PREFILL, TREES, Recorder
+from ..acceptance import PREFILL, Recorder
 from ..cache import adopt as cache
 from ..cache.transfer import Commit
 from ..clock import Clock
@@ -35,16 +35,6 @@ class Room:
     depth: int
     nodes: int
     num_unread: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A round that is over: `kind` of PLAIN, CHAINS, TREES, LOCK_STEP; `num_nodes` verified of each sequence; and what
-    was accepted."""
-
-    kind: str
-    num_nodes: int
-    accepted: Accepted
 
 
 @dataclass(eq=False)
@@ -84,7 +74,7 @@ class EagerExecutor:
             depth = min(depth, nodes - 1)
         return Room(0 if self.was_short else depth, nodes, len(self.unread))
 
-    def round(self, plan: Plan) -> Outcome:
+    def round(self, plan: Plan) -> Accepted:
         """Drafts as planned, verifies, and commits what is accepted."""
         recorder = self.recorder
         recorder.begin()
@@ -95,8 +85,7 @@ class EagerExecutor:
         recorder.end("verify")
         accepted = self._accept(outputs, logits, drafts)
         recorder.end("accept")
-        kind = PLAIN if drafts.num_nodes == 1 else CHAINS if drafts.is_chain else TREES
-        return Outcome(LOCK_STEP if self.sampler.is_lock_step else kind, drafts.num_nodes, accepted)
+        return accepted
 
     def result(self) -> Any:
         """Returns what `generate` returns."""
@@ -158,9 +147,9 @@ def decode(executor: Any, planner: Planner) -> Any:
     while not all(executor.sequences.finished):
         room = executor.room()
         plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
-        outcome = executor.round(plan)
-        seconds = recorder.show(outcome.kind, outcome.accepted)
-        planner.observe(outcome.num_nodes, outcome.accepted, seconds)
+        accepted = executor.round(plan)
+        seconds = recorder.show(accepted.kind, accepted)
+        planner.observe(1 + len(accepted.drafts.ids[0]), accepted, seconds)
     recorder.choices(planner.choices, planner.explain())
     planner.end()
     return executor.result()

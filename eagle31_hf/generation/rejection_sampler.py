@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from ..acceptance import CHAINS, LOCK_STEP, PLAIN, TREES
 from . import processors
 from .noise import Noise
 from .sequences import Sequences
@@ -34,7 +35,7 @@ class Accepted:
     processed logits (1, V) of each token, where they are kept; `finished`: which sequences have ended now.
 
     `is_short`: a path met logits that drafts may have spoiled, so its sequence got one token fewer. `drafts`: those
-    that were verified.
+    that were verified; `kind`: of the round, PLAIN, CHAINS, TREES or LOCK_STEP.
     """
 
     tokens: list[list[int]]
@@ -44,6 +45,7 @@ class Accepted:
     finished: list[bool]
     is_short: bool
     drafts: HostDrafts
+    kind: str = PLAIN
 
     @classmethod
     def of(cls, walks: list["Walk | None"], finished: list[bool], drafts: HostDrafts) -> "Accepted":
@@ -58,6 +60,7 @@ class Accepted:
             finished=finished,
             is_short=any(len(w.tokens) < len(w.path) and not ended for w, ended in zip(taken, finished, strict=True)),
             drafts=drafts,
+            kind=PLAIN if not drafts.ids[0] else CHAINS if drafts.parents is None else TREES,
         )
 
 
@@ -233,7 +236,7 @@ class LockStepSampler(RejectionSampler):
         path = list(range(len(tokens) + agrees))  # a draft that ended a text, or led to spoiled logits, is in it
         each_scores = [[step[b : b + 1] for step in scores] for b in all_b]
         accepted = Accepted.of([Walk(ids[b], path, each_scores[b]) for b in all_b], ends.finished, host)
-        accepted.is_short = is_short
+        accepted.is_short, accepted.kind = is_short, LOCK_STEP
         accepted.num_drafts = [None if was else n for was, n in zip(was_finished, accepted.num_drafts, strict=True)]
         return accepted
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...targets.probe import FAILURES
-from ..executor import EagerExecutor, Outcome, Room
+from ..executor import EagerExecutor, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
 from ..stopping import Ends
@@ -60,7 +60,7 @@ class CapturedExecutor:
             return self.eager.room()
         return Room(0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread))
 
-    def round(self, plan: Plan) -> Outcome:
+    def round(self, plan: Plan) -> Accepted:
         plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too: an arena has room for so many nodes
         callers = sys.exc_info()[1]  # an error that the caller is handling
         try:
@@ -131,7 +131,7 @@ class CapturedExecutor:
         self.drafted = plan
         self.drafting = began, self.eager.clock.mark()
 
-    def _replay(self, plan: Plan) -> Outcome:
+    def _replay(self, plan: Plan) -> Accepted:
         if self.drafted != plan:
             self._draft(plan)
         drafting = self.drafting
@@ -148,12 +148,12 @@ class CapturedExecutor:
         read = self.seam.start_reading(self.rounds.out[plan])
         self._add_noise()
         self._draft(plan)  # of the next round: all it needs is on the device
-        outcome = self._commit(plan, read())
+        accepted = self._commit(plan, read())
         self.recorder.note("draft", *drafting)
         self.recorder.note("verify", *verifying)
-        return outcome
+        return accepted
 
-    def _commit(self, plan: Plan, found: Tensor) -> Outcome:
+    def _commit(self, plan: Plan, found: Tensor) -> Accepted:
         """Ends texts where they end; the device has committed all it accepted."""
         sequences = self.sequences
         drafts, spoiled, choices = unpacked(found[: len(sequences)], is_chain=plan.top_k == 1)  # no idle rows
@@ -167,7 +167,7 @@ class CapturedExecutor:
             self.carry.send("going", [not finished for finished in ends.finished])
             self.carry.send("count", self.num_unread)
         self.was_short = accepted.is_short
-        return Outcome(plan.kind, 1 + len(drafts.ids[0]), accepted)
+        return accepted
 
     def _fill_carry(self) -> None:
         """Hands the carry what the prompt has left."""
