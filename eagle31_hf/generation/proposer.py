@@ -100,5 +100,6 @@ class Level:
         if self.drawn_from:
             return replace(drafts, logits=torch.stack(self.drawn_from, dim=1))
         if selection.count == 0:
-            return replace(drafts, guess=(self.expansion.ids[0][:, :1], self.expansion.log_probs[0][:, :1]))
+            guess, log_prob = self.expansion.ids[0][:, :1], self.expansion.log_probs[0][:, :1]
+            return replace(drafts, guess=guess, guess_log_probs=log_prob)
         return drafts

@@ -21,8 +21,8 @@ class DraftTokens:
     root's being 0; `ancestors` (B, N, N): whether node j is on the path to node i, i itself included. `log_probs`
     (B, K): the scores of each, given its parent, as `DraftSampler.scored` returns them. `logits` (B, K, V): those
     that the tokens of a chain were drawn from, where rejection sampling needs them. `guess`: of sequences for which
-    nothing is drafted, the likeliest next token (B, 1) and its log-probability (B, 1). `is_plain`: nothing is
-    drafted, and no earlier draft is left in the cache, so the target's logits are those of plain decoding.
+    nothing is drafted, the likeliest next token (B, 1), `guess_log_probs` (B, 1) its log-probability. `is_plain`:
+    nothing is drafted, and no earlier draft is left in the cache, so the target's logits are those of plain decoding.
     """
 
     ids: Tensor
@@ -32,7 +32,8 @@ class DraftTokens:
     ancestors: Tensor | None = None
     log_probs: Tensor | None = None
     logits: Tensor | None = None
-    guess: tuple[Tensor, Tensor] | None = None
+    guess: Tensor | None = None
+    guess_log_probs: Tensor | None = None
     is_plain: bool = False
 
     @classmethod
@@ -58,15 +59,12 @@ class DraftTokens:
     def to(self, device: torch.device) -> "DraftTokens":
         if self.ids.device == device:
             return self
-        moved = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        guess = None if self.guess is None else (self.guess[0].to(device), self.guess[1].to(device))
-        return replace(self, guess=guess, **{name: tensor.to(device) for name, tensor in moved.items()})
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def on_host(self, *others: Tensor) -> tuple["HostDrafts", list[Any]]:
         """The drafts, and further tensors, as lists; read from the device by one copy."""
-        wanted = {"ids": self.ids, "parents": self.parents, "log_probs": self.log_probs}
-        if self.guess is not None:
-            wanted |= {"guess": self.guess[0], "guess_log_probs": self.guess[1]}
+        wanted = {f.name: getattr(self, f.name) for f in fields(HostDrafts)}
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None and tensor.numel()}
         lists = to_host(*wanted.values(), *others)
         found = dict(zip(wanted, lists, strict=False))

@@ -150,9 +150,9 @@ def test_all_of_it_moves_to_another_device():
     moved = tree.to(torch.device("meta"))
     for name in ("ids", "parents", "depths", "ancestors", "log_probs"):
         assert getattr(moved, name).device.type == "meta", name
-    guess = torch.tensor([[4]]), torch.tensor([[-0.1]])
-    nothing = DraftTokens(tree.ids[:, :0], 0, guess=guess).to(torch.device("meta"))
-    assert [part.device.type for part in nothing.guess] == ["meta", "meta"]
+    nothing = DraftTokens(tree.ids[:, :0], 0, guess=torch.tensor([[4]]), guess_log_probs=torch.tensor([[-0.1]]))
+    moved = nothing.to(torch.device("meta"))
+    assert (moved.guess.device.type, moved.guess_log_probs.device.type) == ("meta", "meta")
 
 
 # --- expansion, without a model ---
