@@ -88,24 +88,21 @@ class UnreadStates:
         self.first_slots = first_slots
         self._captured_from = num_cached
         self._parts: list[AuxStates] = []
-        self._num_tokens = 0  # of all parts
         self._last_state: Tensor | None = None  # of the prompt, until the token after it is known
         self.captured: CapturedStates | None = None  # set while the target's states are captured
 
     def __len__(self) -> int:
         """Tokens of each sequence that the drafter reads before it drafts."""
-        return self._num_tokens
+        return sum(map(len, self._parts))
 
     def take(self) -> AuxStates:
         """Everything that is unread, as read from now on."""
         parts, self._parts = self._parts, []
-        self._num_tokens = 0
         return AuxStates.joined(parts)
 
     def put(self, part: AuxStates) -> None:
         """Adds states that are to be read next."""
         self._parts.append(part)
-        self._num_tokens += len(part)
 
     @contextmanager
     def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
