@@ -15,7 +15,6 @@ LAYERS = (
     {"hub"},
     {"pretrained", "shared_target"},
     {"modeling"},
-    {"wrappers"},
     {"generation"},
     {"diagnostics"},
     {"training"},

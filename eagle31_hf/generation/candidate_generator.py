@@ -8,10 +8,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..modeling import Eagle31DrafterModel
+from ..modeling import Eagle31DrafterModel, drafter_in
 from ..targets.ends import num_logits
 from ..targets.layers import capture_states, decoder_layers
-from ..wrappers import drafter_in
 from .draft_sampler import DraftSampler
 from .drafter_runner import runner_of
 from .noise import Noise

@@ -10,7 +10,7 @@ from observers import speculate
 from torch import nn
 
 from eagle31_hf import Eagle31DrafterModel
-from eagle31_hf.wrappers import drafter_in
+from eagle31_hf.modeling import drafter_in
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 SHORT = {"max_new_tokens": 5, "do_sample": False, "num_assistant_tokens": 2}
