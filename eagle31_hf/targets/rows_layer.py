@@ -21,7 +21,7 @@ from .decoder_layer import GATED, NORMS, QKV, eps_of, head_norms
 from .few_rows import MOST_ROWS, run_of, takes_rows
 from .layers import has_global_hooks, has_hooks
 from .linear_kernels import Run
-from .rows_attention import attend_by_group, attend_by_position, mask_of_group, takes_positions
+from .tree_attention import attend_by_group, attend_by_position, mask_of_group, takes_positions
 
 KEPT = "eagle31_rows"  # attribute of a tensor that all layers get: what they make of it
 

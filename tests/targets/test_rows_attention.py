@@ -6,9 +6,9 @@ from close import assert_close
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eagle31_hf.targets import rows_attention
+from eagle31_hf.targets import tree_attention
 from eagle31_hf.targets.few_rows import in_drafted_call
-from eagle31_hf.targets.rows_attention import BLOCK, are_rows_alike, attend_by_position
+from eagle31_hf.targets.tree_attention import BLOCK, are_rows_alike, attend_by_position
 
 SHAPES = [(1, 16), (2, 64), (3, 64), (4, 128), (7, 32)]  # heads that share keys, their width
 KV_HEADS = 2
@@ -62,7 +62,7 @@ def test_keys_in_a_buffer_are_not_copied(monkeypatch):
     query, *buffers = drawn(4, 16, 3, 2 * BLOCK, torch.bfloat16)
     whole = [buffer[:, :, :90] for buffer in buffers]
     expected = attend(query, tuple(states.clone() for states in whole), 87)
-    monkeypatch.setattr(rows_attention, "pad", None)  # twelve rows, and keys: none is to be filled up
+    monkeypatch.setattr(tree_attention, "pad", None)  # twelve rows, and keys: none is to be filled up
     assert torch.equal(attend(query, tuple(whole), 87), expected)
 
 
@@ -77,7 +77,7 @@ def test_keys_that_do_not_begin_their_buffer_are_not_taken_for_its_first():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "width"), SHAPES)
 def test_it_is_the_attention_of_the_positions_before(group, width, dtype, is_alike, monkeypatch):
-    monkeypatch.setattr(rows_attention, "are_rows_alike", lambda *_: is_alike)
+    monkeypatch.setattr(tree_attention, "are_rows_alike", lambda *_: is_alike)
     for num_new, num_before in ((1, 0), (3, 70), (6, 2 * BLOCK - 3)):
         num_keys = num_before + num_new
         query, keys, values = drawn(group, width, num_new, num_keys, dtype)
@@ -90,14 +90,14 @@ def test_it_is_the_attention_of_the_positions_before(group, width, dtype, is_ali
 
 def test_where_a_kernel_tells_rows_apart_positions_run_one_by_one(monkeypatch):
     """A kernel whose sums depend on the number of rows is found, and each position is given a call."""
-    own, shapes = rows_attention.scaled_dot_product_attention, list[int]()
+    own, shapes = tree_attention.scaled_dot_product_attention, list[int]()
 
     def telling(rows, *args, **kwargs):
         shapes.append(rows.shape[2])
         return own(rows, *args, **kwargs) + rows.shape[2]
 
-    monkeypatch.setattr(rows_attention, "scaled_dot_product_attention", telling)
-    monkeypatch.setattr(rows_attention, "are_rows_alike", are_rows_alike.__wrapped__)
+    monkeypatch.setattr(tree_attention, "scaled_dot_product_attention", telling)
+    monkeypatch.setattr(tree_attention, "are_rows_alike", are_rows_alike.__wrapped__)
     query, keys, values = drawn(3, 16, 5, 40, torch.bfloat16)
     together = attend(query, (keys, values), 35)
     assert set(shapes[-5:]) == {4}
