@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .kernels.quantized_linear import quantized_linear, weight_values
+from .kernels.joint_linear import quantized_linear, weight_values
 
 # kind -> the dtype that holds the weights, and the largest number it has. fp8 is held as bits: torch takes a tensor of
 # float8 for one of floating point, and `drafter.to(dtype)` would make it one of 16 bits.

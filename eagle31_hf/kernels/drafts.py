@@ -1,7 +1,9 @@
-"""The bookkeeping of drafting: likeliest tokens, levels of a tree, the best nodes of all.
+"""The bookkeeping of a round without the host: likeliest tokens, levels of a tree, the best nodes of all; then the path
+that the target takes through them, and its keys put together.
 
-B sequences, F nodes of a level, k children of a node, Vd draft vocabulary, N nodes of a tree, the root included. A
-candidate is a child that was scored; those of a sequence are numbered level by level, from 0.
+B sequences, F nodes of a level, k children of each, Vd draft vocabulary, N nodes of a tree, node 0 the root, K = N - 1
+drafts, M the most nodes of a path; L layers, H heads, C slots. A candidate is a child that was scored; those of a
+sequence are numbered level by level, from 0.
 """
 
 import torch
@@ -71,3 +73,51 @@ def best_tree(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tens
         depths.append(torch.stack(depths, 1).gather(1, above)[:, 0] + 1)
         bits.append(torch.stack(bits, 1).gather(1, above)[:, 0] | (1 << (i + 1)))
     return kept, hangs_on, torch.stack(depths, 1), torch.stack(bits, 1)
+
+
+@operation()
+def accepted_path(
+    ids: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    bits: Tensor,
+    chosen: Tensor,
+    spoiled: Tensor,
+    going: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The path of the target's own choices from the root down, as far as drafts go along with them.
+
+    `ids` (B, K): the drafts; `parents` (B, K), `depths`, `bits` (B, N): the tree, see `best_tree`; `chosen` (B, N):
+    the token the target chooses after each node; `spoiled` (B, N) bool: nodes whose choice counts for nothing, the
+    path ends before them; `going` (B, 1) int64: 0 for a sequence that has ended, which gets no token. Siblings
+    differ, so there is one path. Returns its nodes and the tokens chosen at them (B, width), and how many they are
+    (B, 1); a path is padded with nodes that stay where they are, node i at place i, its tokens with 0. `width`
+    exceeds every depth."""
+    count = chosen.shape[1]
+    agrees = torch.ones_like(chosen, dtype=torch.bool)
+    agrees[:, 1:] = ids == chosen.gather(1, parents)
+    agrees &= ~spoiled
+    node = torch.arange(count, device=ids.device)
+    is_above = ((bits[..., None] >> node) & 1) == 1  # (B, N, N)
+    is_on_path = ~(is_above & ~agrees[:, None]).any(-1)
+    num_tokens = is_on_path.sum(1, keepdim=True) * going
+    place = torch.arange(width, device=ids.device)
+    path = torch.zeros(len(ids), width + 1, dtype=torch.long, device=ids.device)
+    path.scatter_(1, torch.where(is_on_path, depths, width), torch.where(is_on_path, node, 0))
+    is_new = place < num_tokens
+    path = torch.where(is_new, path[:, :width], place)
+    tokens = chosen.gather(1, path.clamp(max=count - 1)).masked_fill(~is_new, 0)
+    return path, tokens, num_tokens
+
+
+def move_path(stacks: list[Tensor], starts: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Copies, in each stack of buffers (L, B, H, C, D), the slots `starts[b] + path[b, i]` to `starts[b] + i` for i <
+    `counts[b]`. `path` (B, M), `starts`, `counts` (B, 1): int64. Stacks share B alone."""
+    place = torch.arange(path.shape[1], device=path.device)
+    source = starts + torch.where(place < counts, path, place)
+    goal = starts + place
+    for stack in stacks:
+        shape = len(stack), -1, stack.shape[2], -1, stack.shape[4]
+        moved = stack.gather(3, source[None, :, None, :, None].expand(shape))
+        stack.scatter_(3, goal[None, :, None, :, None].expand(shape), moved)

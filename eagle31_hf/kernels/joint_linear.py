@@ -1,5 +1,5 @@
 """Linear layers of the few rows of a round, whose time is that of reading their weights: those that read the same input
-as one operation, and the gate of an MLP with the product it goes into.
+as one operation, the gate of an MLP with the product it goes into, and those whose weight is held in 8 bits a value.
 
 K inputs, N outputs.
 """
@@ -25,3 +25,16 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """Multiplies x (..., K) by two weights (N, K), and SiLU of the first product by the second -> (..., N). Both
     products are rounded, as those of linear layers are; where they are left to torch, SiLU is, too."""
     return (silu(linear(x, gate).float()) * linear(x, up).float()).to(x.dtype)
+
+
+def weight_values(weight: Tensor) -> Tensor:
+    """Returns a weight's values as numbers: int8 as it is; uint8, which are the bits of a float8_e4m3fn, as that."""
+    return weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
+
+
+@operation()
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies x (..., K) by a weight (N, K), see `weight_values`, whose rows `scale` (N,) multiplies, and adds a
+    bias (N,) -> (..., N). Sums are in fp32, rounded once."""
+    out = linear(x.float(), weight_values(weight).float()) * scale
+    return (out if bias is None else out + bias.float()).to(x.dtype)

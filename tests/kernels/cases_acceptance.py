@@ -2,7 +2,7 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.acceptance_triton import accepted_path_kernel
+from eagle31_hf.kernels.drafts_triton import accepted_path_kernel
 
 BYTES = {"spoiled": "*i1"}
 

@@ -2,14 +2,14 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.quantized_linear_triton import quantized_linear_kernel, tile
+from eagle31_hf.kernels.joint_linear_triton import quantized_linear_kernel, quantized_tile
 
 NUMBERS = ("num_rows", "num_outputs", "num_inputs")
 
 
 def case(rows: int, outputs: int, bits: str, dtype: str = "bf16", has_bias: bool = False) -> Case:
     """Makes the case of the kernel for so many rows and outputs; `bits`: i8, or u8 for fp8."""
-    cut = tile(rows, outputs, dtype == "fp32")
+    cut = quantized_tile(rows, outputs, dtype == "fp32")
     types = {"x": f"*{dtype}", "weight": f"*{bits}", "scale": "*fp32", "bias": f"*{dtype}", "out": f"*{dtype}"}
     types |= dict.fromkeys(NUMBERS, "i32")
     constants = {"HAS_BIAS": has_bias, "IS_FP8": bits == "u8", "WIDEN": dtype == "fp32", "BY_PTX": True}

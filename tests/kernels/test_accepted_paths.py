@@ -5,10 +5,9 @@ import torch
 from kernel_close import assert_all_match
 from poison import Guarded
 
-from eagle31_hf.kernels.acceptance import accepted_path, move_path
-from eagle31_hf.kernels.drafts import best_tree
+from eagle31_hf.kernels.drafts import accepted_path, best_tree, move_path
 
-pytest.importorskip("eagle31_hf.kernels.acceptance_triton")
+pytest.importorskip("eagle31_hf.kernels.drafts_triton")
 pytestmark = pytest.mark.usefixtures("on_the_gpu")
 OUTPUTS = ("path", "tokens", "counts")
 

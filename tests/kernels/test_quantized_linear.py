@@ -5,8 +5,8 @@ import torch
 from kernel_close import assert_matches
 from poison import Guarded, apart, turned
 
-from eagle31_hf.kernels import quantized_linear_triton
-from eagle31_hf.kernels.quantized_linear import quantized_linear
+from eagle31_hf.kernels import joint_linear_triton
+from eagle31_hf.kernels.joint_linear import quantized_linear
 from eagle31_hf.quantized import KINDS, quantized
 
 pytest.importorskip("triton")
@@ -62,14 +62,14 @@ def test_every_value_of_fp8():
 @pytest.mark.parametrize(("place", "dtype"), [("OF_BF16", torch.bfloat16), ("OF_FP16", torch.float16)])
 def test_every_value_of_fp8_has_its_place_in_16_bits(place, dtype):
     """What the instructions for NVIDIA's GPUs do, which the interpreter does not run, on all values but NaN."""
-    place = getattr(quantized_linear_triton, place)
+    place = getattr(joint_linear_triton, place)
     code = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
     upper = code << 8
     bits = ((upper >> place.shift) & place.mask) | (upper & 0x8000)
     of_factor = torch.tensor([place.factor]).to(torch.uint16).view(dtype)
     got = bits.to(torch.uint16).view(dtype).double() * of_factor.double()
     assert got.tolist() == code.to(torch.uint8).view(torch.float8_e4m3fn).double().tolist()
-    text = quantized_linear_triton.ptx(place)
+    text = joint_linear_triton.ptx(place)
     assert f"shr.b32 bits, bits, {place.shift};" in text
     assert f"0x{place.mask:04X}{place.mask:04X}" in text
     assert f"0x{place.factor:04X}{place.factor:04X}" in text

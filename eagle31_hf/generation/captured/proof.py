@@ -20,7 +20,7 @@ from ...cache.masks import SlotMask, ancestors_of
 from ...cache.states import forget_states
 from ...cache.transfer import Mirrored
 from ...cache_names import cache_argument
-from ...kernels.acceptance import accepted_path
+from ...kernels.drafts import accepted_path
 from ...targets.layers import capture_states, decoder_layers, decoder_of, rounded_anew
 from ...targets.masks import slot_masks
 from ...targets.probe import ANEW, FAILURES, difference, is_rounding

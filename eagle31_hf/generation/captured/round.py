@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...cache.states import Scratch
 from ...cache_names import cache_argument
-from ...kernels.acceptance import accepted_path, move_path
+from ...kernels.drafts import accepted_path, move_path
 from ...targets.fused import fused_layers
 from ...targets.masks import span_masks
 from ...targets.recurrent import Unsettled
