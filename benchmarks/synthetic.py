@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from eagle31_hf.generation.rejection_sampler import Accepted, RejectionSampler, Walk, likeliest
 from eagle31_hf.generation.request import decode_with
-from eagle31_hf.generation.sequences import Sequences
-from eagle31_hf.generation.stopping import Ends
+from eagle31_hf.generation.sequences import Ends, Sequences
 from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.modeling import Eagle31DrafterModel
 

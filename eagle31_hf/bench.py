@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .acceptance import track_acceptance
 from .checkpoints.knobs import AUTO_KNOBS
-from .generation.planning.calibration import MAX_DEPTH
+from .generation.planning.costs import MAX_DEPTH
 from .modeling import Eagle31DrafterModel
 from .version import __version__
 

@@ -11,7 +11,7 @@ import pytest
 from eagle31_hf import demo
 from eagle31_hf.cli import COMMANDS, main
 from eagle31_hf.cli.loading import sampling_options
-from eagle31_hf.generation.planning.calibration import MAX_DEPTH
+from eagle31_hf.generation.planning.costs import MAX_DEPTH
 
 TARGET, DRAFTER = str(demo.FOLDER / "target"), str(demo.FOLDER / "eagle31")
 

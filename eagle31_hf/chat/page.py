@@ -15,7 +15,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
-from ..generation.planning.calibration import MAX_DEPTH
+from ..generation.planning.costs import MAX_DEPTH
 from ..printable import printable
 from ..web.address import url_of
 from ..web.gate import Gate

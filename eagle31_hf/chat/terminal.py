@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
-from ..generation.planning.calibration import MAX_DEPTH
+from ..generation.planning.costs import MAX_DEPTH
 from .conversation import MAX_NODES, MIN_NODES, Answer, Conversation, Show, check_text, trees
 from .screen import Screen
 

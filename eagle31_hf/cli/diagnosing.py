@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
-from ..generation.planning.calibration import MAX_DEPTH
+from ..generation.planning.costs import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..printable import printable
 from ..reports.acceptance_report import acceptance_report

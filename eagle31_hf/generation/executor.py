@@ -20,8 +20,7 @@ from .outputs import OutputCollector
 from .planning.plan import UNLIMITED, Plan, Planner
 from .proposer import Proposer
 from .rejection_sampler import Accepted, RejectionSampler
-from .sequences import Sequences
-from .stopping import Ends, Stopping
+from .sequences import Ends, Sequences, Stopping
 from .target_runner import TargetRunner, last_logits
 from .tree import DraftTokens
 from .unread_states import UnreadStates

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationMixin
 from ..checkpoints.knobs import KNOBS
 from ..configuration import hub_options
 from ..modeling import drafter_in
-from .planning.settings import resolve_settings
+from .planning.plan import resolve_settings
 from .refusals import check_request
 from .request import Request, speculative_decoding
 

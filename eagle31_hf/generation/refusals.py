@@ -21,7 +21,7 @@ from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers
-from .stopping import Stopping
+from .sequences import Stopping
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 

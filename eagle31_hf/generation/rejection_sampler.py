@@ -20,8 +20,7 @@ from transformers import LogitsProcessorList
 from ..acceptance import CHAINS, LOCK_STEP, PLAIN, TREES
 from . import processors
 from .noise import Noise
-from .sequences import Sequences
-from .stopping import Ends
+from .sequences import Ends, Sequences
 from .tree import DraftTokens, HostDrafts
 
 SLICES = 32  # of a row of logits, on a GPU

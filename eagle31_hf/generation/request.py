@@ -34,18 +34,16 @@ from .noise import Noise
 from .outputs import OutputCollector
 from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
-from .planning.calibration import MAX_DEPTH
 from .planning.controller import TOP_K
+from .planning.costs import MAX_DEPTH
 from .planning.knowledge import kept_knowledge, knowledge_of
-from .planning.plan import FixedPlanner, Planner
+from .planning.plan import FixedPlanner, Planner, resolve_settings
 from .planning.prompt_lookup import LookupPlanner
-from .planning.settings import resolve_settings
 from .proposer import Proposer
 from .read_text import ReadText, keep_read_text, read_text_of
 from .refusals import check_inputs, check_request, check_room
 from .rejection_sampler import LockStepSampler, RejectionSampler
-from .sequences import Sequences
-from .stopping import Stopping
+from .sequences import Sequences, Stopping
 from .target_runner import TargetRunner
 from .unread_states import UnreadStates
 

@@ -17,8 +17,7 @@ from eagle31_hf import AcceptanceStats, Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cache.adopt import keep_paths, slots
 from eagle31_hf.cache.transfer import Commit, Mirrored
 from eagle31_hf.generation.rejection_sampler import LockStepSampler, RejectionSampler
-from eagle31_hf.generation.sequences import Sequences
-from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.sequences import Ends, Sequences, Stopping
 from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.fused import why_not_fused
 from eagle31_hf.targets.probe import why_no_trees

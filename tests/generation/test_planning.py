@@ -22,13 +22,11 @@ from eagle31_hf import clock
 from eagle31_hf.acceptance import CHAINS, PLAIN, TREES
 from eagle31_hf.clock import Clock
 from eagle31_hf.generation.planning.auto import AutoPlanner
-from eagle31_hf.generation.planning.calibration import MAX_DEPTH, Calibration
 from eagle31_hf.generation.planning.controller import COUNTS, TOP_K, LevelController
-from eagle31_hf.generation.planning.costs import CostModel, Rate
+from eagle31_hf.generation.planning.costs import MAX_DEPTH, Calibration, CostModel, Rate
 from eagle31_hf.generation.planning.exploration import ALLOWED_LOSS, Exploration
 from eagle31_hf.generation.planning.knowledge import Knowledge
-from eagle31_hf.generation.planning.plan import TREE_NODES, UNLIMITED, FixedPlanner, Plan, Selection
-from eagle31_hf.generation.planning.settings import DraftingSettings
+from eagle31_hf.generation.planning.plan import TREE_NODES, UNLIMITED, DraftingSettings, FixedPlanner, Plan, Selection
 from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.rejection_sampler import Accepted
 from eagle31_hf.generation.tree import DraftTokens, HostDrafts

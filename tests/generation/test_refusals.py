@@ -20,7 +20,7 @@ from transformers import (
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
 from eagle31_hf.cache_names import CACHE
-from eagle31_hf.generation.planning.settings import DraftingSettings, resolve_settings
+from eagle31_hf.generation.planning.plan import DraftingSettings, resolve_settings
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 

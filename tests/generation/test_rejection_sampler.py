@@ -34,8 +34,7 @@ from eagle31_hf.generation.rejection_sampler import (
     likeliest,
     residual,
 )
-from eagle31_hf.generation.sequences import Sequences
-from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.sequences import Ends, Sequences, Stopping
 from eagle31_hf.generation.tree import DraftTokens, HostDrafts
 
 PREFIX = torch.tensor([[4, 2]])

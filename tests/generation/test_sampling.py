@@ -25,8 +25,7 @@ from eagle31_hf.generation.draft_sampler import DraftSampler
 from eagle31_hf.generation.noise import Noise
 from eagle31_hf.generation.planning.plan import Plan
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
-from eagle31_hf.generation.sequences import Sequences
-from eagle31_hf.generation.stopping import Ends, Stopping
+from eagle31_hf.generation.sequences import Ends, Sequences, Stopping
 from eagle31_hf.generation.tree import DraftTokens
 from eagle31_hf.targets.layers import target_states
 

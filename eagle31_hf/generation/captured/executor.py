@@ -18,7 +18,7 @@ from ...targets.probe import FAILURES
 from ..executor import EagerExecutor, Room
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
-from ..stopping import Ends
+from ..sequences import Ends
 from ..unread_states import AuxStates
 from .drafting import fitted
 from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_cache_again

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from ...acceptance import CHAINS, PLAIN, TREES
 from ...clock import Clock
 from ..rejection_sampler import Accepted
-from .calibration import MAX_DEPTH
 from .controller import COUNTS, TOP_K, LevelController
+from .costs import MAX_DEPTH
 from .knowledge import Knowledge
 from .plan import NO_DRAFTS, Plan, Planner
 

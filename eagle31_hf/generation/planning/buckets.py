@@ -12,8 +12,7 @@ from ...acceptance import CHAINS, PLAIN, TREES
 from ..rejection_sampler import Accepted
 from ..tree import HostDrafts
 from .costs import CostModel, Rate
-from .plan import NO_DRAFTS, Plan, Planner
-from .settings import DraftingSettings
+from .plan import NO_DRAFTS, DraftingSettings, Plan, Planner
 
 TOP_K = 8
 DEPTHS_OF_CHAINS = (3, 6)

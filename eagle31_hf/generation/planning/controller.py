@@ -5,8 +5,7 @@ import math
 from torch import Tensor
 
 from ...clock import Clock
-from .calibration import MAX_DEPTH
-from .costs import estimate
+from .costs import MAX_DEPTH, estimate
 from .knowledge import Knowledge
 from .plan import Selection
 

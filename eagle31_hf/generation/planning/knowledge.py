@@ -16,8 +16,7 @@ from ...modeling import Eagle31DrafterModel
 from ...storage.fingerprints import digest, weights_fingerprint
 from ...storage.measured import Measured, machine
 from ...version import __version__
-from .calibration import Calibration
-from .costs import CostModel, estimate
+from .costs import Calibration, CostModel, estimate
 from .exploration import Exploration
 
 Known = TypeVar("Known")
