@@ -122,7 +122,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     `crop` may have to bring back.
     """
     if not is_adoptable(cache):
-        with recording_past(cache), appending(cache):
+        with appending(cache):
             yield None
         return
     placement = Placement()
@@ -345,7 +345,13 @@ def _state(layer: Any) -> dict[str, Any]:
 
 @contextmanager
 def appending(cache: Cache) -> Iterator[None]:
-    """A context in which tokens are appended to a cache's own layers; after an error they hold the accepted ones."""
+    """A context in which tokens are appended to a cache's own layers; after an error they hold the accepted ones. In it
+    windowed layers keep what `crop` may have to bring back, those with states beside the window from the first `crop`
+    on."""
+    recording = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
+    for layer, _ in recording:
+        if not holds_states(layer):
+            layer.activate_past_recording()
     _appended[cache] = Appended(cache)
     try:
         yield
@@ -354,19 +360,5 @@ def appending(cache: Cache) -> Iterator[None]:
         raise
     finally:
         del _appended[cache]
-
-
-@contextmanager
-def recording_past(cache: Cache):
-    """A context in which windowed layers keep what `crop` may have to bring back; after it they are as they were
-    found. Those with states beside the window begin with the first `crop`."""
-    layers = [layer for layer in cache.layers if hasattr(layer, "record_past")]
-    found = [layer.record_past for layer in layers]
-    for layer in layers:
-        if not holds_states(layer):
-            layer.activate_past_recording()
-    try:
-        yield
-    finally:
-        for layer, record_past in zip(layers, found, strict=True):
+        for layer, record_past in recording:
             layer.record_past = record_past

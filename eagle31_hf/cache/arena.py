@@ -58,7 +58,7 @@ class Arena:
             self.reserved |= {index: [stack[place] for stack in stacks] for place, index in enumerate(layers)}
 
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.stacks, *self.states.all()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.stacks, *self.states.states.values()))
 
     def clear(self) -> None:
         """Drops all buffers, which no graph may read any more."""

@@ -89,9 +89,6 @@ class StateArena:
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get((RECURRENCE, layer_idx, state_idx))
 
-    def all(self) -> list[Tensor]:
-        return [*self.states.values()]
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context that leaves the states as it found them."""

@@ -108,9 +108,9 @@ def test_idle_rows_are_as_before_the_first_token():
         cache = DynamicCache(config=target.config)
         target(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
         arena.take_over(cache)
-        assert all(state[: len(lengths)].any() for state in arena.all())
-        assert not any(state[len(lengths) :].any() for state in arena.all())
-        for state in arena.all():
+        assert all(state[: len(lengths)].any() for state in arena.states.values())
+        assert not any(state[len(lengths) :].any() for state in arena.states.values())
+        for state in arena.states.values():
             state.fill_(float("nan"))
 
 
@@ -317,7 +317,7 @@ def states_of_no_prompt(monkeypatch):
 
     def without_the_prompt(self, cache):
         take_over(self, cache)
-        for state in self.all():
+        for state in self.states.values():
             state.zero_()
 
     monkeypatch.setattr(StateArena, "take_over", without_the_prompt)
@@ -359,7 +359,7 @@ def test_states_that_came_about_in_a_new_way_are_compared(monkeypatch):
 
     def faulty(self, plan, count):
         keep(self, plan, count)
-        for state in self.parts.target.arena.states.all() if count == late else []:
+        for state in self.parts.target.arena.states.states.values() if count == late else []:
             state.mul_(1.5)
 
     monkeypatch.setattr(Round, "keep", faulty)
