@@ -69,7 +69,7 @@ class CapturedExecutor:
         except Exception as failure:
             if not _is_of_capturing(failure):
                 raise
-            self._hand_back(f"capturing failed ({_in_a_line(_cause_of(failure, callers))})")
+            self._hand_back(f"capturing failed ({_cause_of(failure, callers)})")
         try:
             if not self.has_failed:
                 return self._replay(plan)
@@ -236,13 +236,9 @@ def _is_of_capturing(failure: Exception) -> bool:
     return kind in ("builtins", "torch", "triton", "subprocess") and not isinstance(failure, TimeoutError)
 
 
-def _cause_of(failure: BaseException, callers: BaseException | None) -> BaseException:
-    """Returns the first of the errors of a failure, after the caller's own: ending a capture that has failed raises
-    again."""
+def _cause_of(failure: BaseException, callers: BaseException | None) -> str:
+    """Says in a line the first of the errors of a failure, after the caller's own: ending a capture that has failed
+    raises again."""
     while failure.__context__ is not None and failure.__context__ is not callers:
         failure = failure.__context__
-    return failure
-
-
-def _in_a_line(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"

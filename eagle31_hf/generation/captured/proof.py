@@ -93,14 +93,11 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     except torch.OutOfMemoryError:  # nothing was compared: a round of another call is
         rounds.parts.has_no_memory = True
         logger.warning_once("There was no memory to compare a captured round with the target's own forward.")
-    except FAILURES as failure:
+    except BaseException as failure:
         carry.put_back(before)
-        if isinstance(failure, WrongRoundError):
+        if isinstance(failure, WrongRoundError) or not isinstance(failure, FAILURES):
             raise
         raise WrongRoundError(f"it cannot be compared ({type(failure).__name__}: {str(failure)[:100]})") from failure
-    except BaseException:
-        carry.put_back(before)
-        raise
 
 
 @torch.no_grad()
