@@ -22,7 +22,7 @@ from ..sequences import Ends
 from ..unread_states import AuxStates
 from .drafting import fitted
 from .proof import ROUNDS, WrongRoundError, verify_and_prove, write_cache_again
-from .round import Part, Round, StateKeeper, unpacked
+from .round import Part, Round, unpacked
 from .seam import Seam
 
 logger = logging.get_logger(__name__)
@@ -40,7 +40,7 @@ class CapturedExecutor:
         self.rounds, self.carry = rounds, rounds.carry
         self.seam = seam
         self.failures = failures
-        self.state_keeper = StateKeeper(rounds)
+        rounds.due = None
         self.has_failed = False
         self.was_short = False  # as the eager executor's
         self.num_unread = [0] * len(eager.sequences)  # tokens of each sequence that the carry holds for the drafter
@@ -85,7 +85,7 @@ class CapturedExecutor:
     def settle(self) -> None:
         """Has the eager executor's parts hold what captured rounds have committed, also after an error."""
         if not self.rounds.parts.target.placement.outlives_call:
-            self.state_keeper.forget()
+            self.rounds.due = None
         if not self.has_failed and (self.drafted is not None or any(self.num_unread)):  # else the carry holds nothing
             self._give_back()
         self.eager.settle()
@@ -93,18 +93,17 @@ class CapturedExecutor:
     def _capture(self, plan: Plan) -> None:
         """Captures what is missing: what keeps the states of the last round, and the plan's draft and verify."""
         rounds = self.rounds
-        parts: list[Part] = self.state_keeper.parts()
-        parts += [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
-        for part, of, function in parts:
+        _, accepted = rounds.due or (plan, [])
+        own: list[Part] = [("draft", plan, partial(rounds.draft, plan)), ("verify", plan, partial(rounds.verify, plan))]
+        for part, of, function in (*rounds.parts_due(), *own):
             if part in rounds.captured.get(of, {}):
                 continue
             # Of a plan that has been proved the next round is compared, too, in the rows that read what is new.
             rounds.num_proved[plan] = min(rounds.num_proved[plan], ROUNDS - 1)
-            rounds.unproved_rows |= self.state_keeper.rows(part)
-            arena = rounds.parts.target.arena
+            rounds.unproved_rows |= {b for b, count in enumerate(accepted) if part == f"keep {count}"}
             if part == "verify":  # capturing has run nothing, and verifying needs drafts to warm up with
                 self._run("draft", plan)
-            with self.carry.restored(), arena.states.restored(), self._placing():
+            with self.carry.restored(), rounds.parts.target.arena.states.restored(), self._placing():
                 rounds.captured.setdefault(of, {})[part] = self.seam.capture(function, part)
             rounds.samplers.setdefault(of, []).extend((rounds.parts.draft_sampler, rounds.parts.sampler))
 
@@ -139,7 +138,7 @@ class CapturedExecutor:
 
         def verify() -> None:
             verifying.append(self.eager.clock.mark())
-            self.state_keeper.keep(lambda part: self._run(*part[:2]))
+            self.rounds.keep_due(lambda part: self._run(*part[:2]))
             self._run("verify", plan)
             verifying.append(self.eager.clock.mark())
 
@@ -162,7 +161,7 @@ class CapturedExecutor:
         has_ended = ends.finished != sequences.finished
         self.num_unread = [len(tokens) for tokens in accepted.tokens]  # of a text that has ended, up to its end
         sequences.grow(self.num_unread, ends.finished)
-        self.state_keeper.note_accepted(plan, self.num_unread)
+        self.rounds.note_accepted(plan, self.num_unread)
         if has_ended:  # with the last of their tokens states are advanced to there
             self.carry.send("going", [not finished for finished in ends.finished])
             self.carry.send("count", self.num_unread)
@@ -208,7 +207,7 @@ class CapturedExecutor:
         try:
             self._give_back()
         except FAILURES:  # what keeps states fails, captured or not
-            self.state_keeper.forget()
+            self.rounds.due = None
             self._give_back()
             write_cache_again(self.eager)
         self.sequences.commit_nothing()
@@ -218,7 +217,7 @@ class CapturedExecutor:
     def _give_back(self) -> None:
         """Advances states, and sets the lengths of both caches, to what is committed, all but each text's last token,
         and hands back what the carry holds for the drafter."""
-        self.state_keeper.keep(lambda part: part[2]())  # not captured: that may be what failed
+        self.rounds.keep_due(lambda part: part[2]())  # not captured: that may be what failed
         carry, eager = self.carry, self.eager
         lengths = [length - 1 for length in self.sequences.lengths.host]
         cache.settle(eager.runner.past_key_values, max(lengths))

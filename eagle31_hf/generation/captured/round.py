@@ -32,7 +32,11 @@ Part = tuple[str, Plan, Callable[[], None]]  # its name, the plan it is of, and 
 
 class Round(Drafting):
     """Drafts and verifies; `verify` takes the drafts of the same plan and moves the carry on. It serves calls that
-    choose tokens in the same way, and holds what was captured of it."""
+    choose tokens in the same way, and holds what was captured of it.
+
+    Recurrent states lag one round behind: the host reads how many tokens a round accepted while the next draft is under
+    way, and before the next verification `keep`, captured for each such count, advances them: see `keep_due`.
+    """
 
     def __init__(self, carry: Carry):
         super().__init__(carry)
@@ -42,6 +46,8 @@ class Round(Drafting):
         self.unproved_rows: set[int] = set()  # whose states were kept by a part that is new
         # Of each plan's last verification: what mixers were called with, and the states after all its tokens.
         self.unsettled: dict[Plan, Unsettled | None] = {}
+        # The last verification's plan, and how many tokens of each sequence it accepted, while states are not advanced.
+        self.due: tuple[Plan, list[int]] | None = None
         self.captured: dict[Plan, dict[str, Callable[[], None]]] = {}  # what runs each part of a plan, by its name
         self.samplers: dict[Plan, list[Any]] = {}  # those captured with: graphs read their tensors
         self.numbers_of_processors: dict[int, Tensor] = {}  # of logits processors, see `processors.tuned`
@@ -94,6 +100,24 @@ class Round(Drafting):
         side.arena.states.advance(scratch, is_row)
         self.carry.is_behind.logical_and_(~is_row)  # a part that is run again, after an error, does nothing
 
+    def note_accepted(self, plan: Plan, counts: list[int]) -> None:
+        """Notes how many tokens each sequence accepted in a verification, 0 where its states are not to be advanced."""
+        if self.unsettled[plan] is not None:
+            self.due = plan, list(counts)
+
+    def parts_due(self) -> list[Part]:
+        """The parts that `keep_due` is about to run; none where there are no states."""
+        if self.due is None:
+            return []
+        plan, counts = self.due
+        return [(f"keep {count}", plan, partial(self.keep, plan, count)) for count in sorted({*counts} - {0})]
+
+    def keep_due(self, run: Callable[[Part], None]) -> None:
+        """Advances the states over all tokens that are committed; `run` runs each part."""
+        for part in self.parts_due():
+            run(part)
+        self.due = None
+
     def _run_target(self, ids: Tensor, starts: Tensor, places: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
         """Returns the target's logits (B, N, V) and captured states (B, N, n*ht) for nodes (B, N)."""
         side = self.parts.target
@@ -115,52 +139,6 @@ class Round(Drafting):
             )
         assert side.states is not None
         return out.logits, side.states.take()
-
-
-class StateKeeper:
-    """Advances the recurrent states of one call's target over accepted tokens; does nothing where there are none.
-
-    States lag one round behind: the host reads how many tokens a round accepted while the next draft is under way, and
-    before the next verification `Round.keep`, captured for each such count, advances them.
-    """
-
-    def __init__(self, rounds: Round):
-        self.rounds = rounds
-        # Of the last verification, while the states are to be advanced: its plan, and the tokens that each sequence has
-        # accepted.
-        self.plan: Plan | None = None
-        self.counts: list[int] = []
-
-    def note_accepted(self, plan: Plan, counts: list[int]) -> None:
-        """Notes how many tokens each sequence accepted in a verification, 0 where its states are not to be advanced."""
-        if self.rounds.unsettled[plan] is not None:
-            self.plan, self.counts = plan, list(counts)
-
-    def parts(self) -> list[Part]:
-        """The parts that `keep` is about to run."""
-        plan = self.plan
-        if plan is None:
-            return []
-        counts = sorted({*self.counts} - {0})
-        return [(_name(count), plan, partial(self.rounds.keep, plan, count)) for count in counts]
-
-    def rows(self, part: str) -> set[int]:
-        """The sequences whose states a part of this name advances."""
-        return {b for b, count in enumerate(self.counts) if part == _name(count)}
-
-    def keep(self, run: Callable[[Part], None]) -> None:
-        """Advances the states over all tokens that are committed; `run` runs each part."""
-        for part in self.parts():
-            run(part)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops what is still to be done."""
-        self.plan = None
-
-
-def _name(count: int) -> str:
-    return f"keep {count}"
 
 
 def packed(chosen: Tensor, spoiled: Tensor, lawful: Tensor, drafts: Drafts) -> Tensor:
