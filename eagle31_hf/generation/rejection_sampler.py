@@ -10,7 +10,7 @@ correct. Stopping criteria and streamer are told of a token before the processor
 that know of each other stay correct, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,11 +99,11 @@ class RejectionSampler:
         it ends. Logits are fp32 and overwritten, unless `only_compares`."""
         choices = self._choices(sequences, drafts, logits)
         suspects = [] if drafts.is_plain else [are_spoiled(logits)]
-        wanted = choices.to_read() if isinstance(choices, AtAllNodes) else []
+        wanted = choices.wanted if isinstance(choices, AtAllNodes) else []
         host, found = drafts.on_host(*suspects, *wanted)
         spoiled = found.pop(0) if suspects else [[False]] * len(sequences)
         if isinstance(choices, AtAllNodes):
-            choices.read(found)
+            choices.found = found
         return self.walked(sequences, host, spoiled, choices, ends)
 
     def walked(
@@ -120,7 +120,7 @@ class RejectionSampler:
     def _choices(self, sequences: Sequences, drafts: DraftTokens, logits: Tensor) -> "Choices":
         """The way tokens are chosen: at all nodes at once where that needs no prefix and no wait, else one by one."""
         if self.noise is None and not self.processors:
-            return AtAllNodes(likeliest(logits), logits)
+            return AtAllNodes([likeliest(logits)], logits)
         are_pointwise = processors.are(self.processors, processors.POINTWISE)
         is_coupled = self.noise is None or self.noise.is_coupled
         if self.noise is not None and not is_coupled and are_pointwise and drafts.logits is not None:
@@ -129,8 +129,9 @@ class RejectionSampler:
             return NodeByNode(self, sequences, drafts, logits)
         scores = self._processed(logits)
         if self.noise is None:
-            return AtAllNodes(likeliest(scores), scores)
-        return AtAllNodes(likeliest(scores + self._noise_at(sequences, drafts)), scores, check=True)
+            return AtAllNodes([likeliest(scores)], scores)
+        chosen = likeliest(scores + self._noise_at(sequences, drafts))
+        return AtAllNodes([chosen, are_distributions(scores)], scores)
 
     def _processed(self, logits: Tensor) -> Tensor:
         """Target logits (B, N, V) as processors leave them that are functions of the scores alone."""
@@ -240,28 +241,20 @@ class LockStepSampler(RejectionSampler):
         return accepted
 
 
+@dataclass
 class AtAllNodes:
-    """Chosen at once: `chosen` (B, N) by `scores` (B, N, V), of which, with `check`, each must be a distribution."""
+    """Chosen at once, by `scores` (B, N, V). `wanted`: the tokens (B, N) and, where that may fail, whether each node's
+    scores are a distribution; `found`: the same as lists, once the host has read them."""
 
-    def __init__(self, chosen: Tensor, scores: Tensor, check: bool = False):
-        self.chosen = chosen
-        self.scores = scores
-        self.check = check
-
-    def to_read(self) -> list[Tensor]:
-        """Returns tensors that the host needs before the first token."""
-        return [self.chosen, are_distributions(self.scores)] if self.check else [self.chosen]
-
-    def read(self, lists: list) -> None:
-        """Takes what `to_read` named, as lists."""
-        self.ids = lists[0]
-        self.are_distributions = lists[1] if self.check else None
+    wanted: list[Tensor]
+    scores: Tensor
+    found: list[Any] = field(default_factory=list)
 
     def token(self, b: int, node: int, tokens: list[int]) -> tuple[int, Tensor]:
         """Returns the token of sequence b at a node whose path gave `tokens`, and its scores (1, V)."""
-        if self.are_distributions is not None and not self.are_distributions[b][node]:
+        if len(self.found) > 1 and not self.found[1][b][node]:
             raise_no_distribution()
-        return self.ids[b][node], self.scores[b, node : node + 1]
+        return self.found[0][b][node], self.scores[b, node : node + 1]
 
 
 class NodeByNode:
@@ -307,7 +300,7 @@ def drawn_block(noise: Noise, drafts: DraftTokens, scores: Tensor) -> AtAllNodes
     rest = residual(p_logits[last], q_logits[last.clamp(max=len(ids) - 1)], shares[last])
     weights = torch.where(last < len(ids), rest, p_logits[last])
     own = (weights + noise.gumbel(0)).argmax(-1)
-    return AtAllNodes(torch.cat((ids, own)).scatter(0, last, own)[None], scores, check=True)
+    return AtAllNodes([torch.cat((ids, own)).scatter(0, last, own)[None], are_distributions(scores)], scores)
 
 
 def block_chances(drafts: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -306,12 +306,12 @@ def test_a_block_ends_with_a_token_of_what_is_left_of_p(count, monkeypatch):
         drafts = torch.multinomial(q.softmax(-1), 1, generator=generator)[:, 0]
         shares = block_chances(drafts, p, q)[1]
         block = drawn_block(Noise(1, 6, CPU, False), DraftTokens(drafts[None], 3, logits=q[None]), p[None])
-        assert block.chosen[0, :count].tolist() == drafts[:count].tolist()
+        assert block.wanted[0][0, :count].tolist() == drafts[:count].tolist()
         left = [p[3:]] * 2
         if count < 3:
             left = [residual(p[[count]], q[[count]], share) for share in (shares[count], 1.0)]
         expected, of_all = ((weights + gumbel).argmax(-1) for weights in left)
-        assert block.chosen[0, count] == expected
+        assert block.wanted[0][0, count] == expected
         one_share += int(expected != of_all)
     assert one_share > 0 or count in (0, 3), "shares made no difference"
 

@@ -156,6 +156,5 @@ def unpacked(packed: Tensor, is_chain: bool) -> tuple[HostDrafts, list[list[bool
     chosen, spoiled, lawful, ids, parents, log_probs = packed.split(sizes, dim=1)
     log_probs = log_probs.int().view(torch.float32)
     drafts = HostDrafts(ids.tolist(), None if is_chain else parents.tolist(), log_probs.tolist())
-    choices = AtAllNodes(chosen, packed.new_empty(*chosen.shape, 0), check=True)  # nobody asks for scores
-    choices.read([chosen.tolist(), lawful.tolist()])
-    return drafts, spoiled.tolist(), choices
+    no_scores = packed.new_empty(*chosen.shape, 0)  # nobody asks for them
+    return drafts, spoiled.tolist(), AtAllNodes([], no_scores, [chosen.tolist(), lawful.tolist()])
