@@ -82,4 +82,4 @@ def test_another_version_s_times_are_not_taken_up(monkeypatch, target, drafter):
     decoded(target, drafter)
     forget(monkeypatch)
     monkeypatch.setattr(knowledge, "__version__", "0.0.0")
-    assert not kept_of(drafter, target).verify.seconds
+    assert not kept_of(drafter, target).costs["verify"].seconds

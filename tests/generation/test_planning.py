@@ -464,9 +464,9 @@ def test_times_kept_from_a_machine_that_was_busy_mislead_no_longer_than_it_takes
 def gone_on_from_a_second() -> Knowledge:
     """What a process knows whose earlier one kept a second for verifying one node."""
     known, later = Knowledge(), Knowledge()
-    known.verify.add(1, 1.0)
-    for kind in known.rest:
-        known.rest[kind].add(0, 1.0)
+    known.costs["verify"].add(1, 1.0)
+    for kind in (CHAINS, TREES):
+        known.costs[kind].add(0, 1.0)
     later.take_up(known.as_dict())
     return later
 
@@ -476,7 +476,7 @@ def test_a_single_kept_time_is_compared_with_several_of_now(change):
     later = gone_on_from_a_second()
     for _ in range(3):
         later.add_verify(1, change)
-    assert [*later.verify.seconds[1]] == [change]  # the last round's: those before it have shown the change
+    assert [*later.costs["verify"].seconds[1]] == [change]  # the last round's: those before it have shown the change
 
 
 @pytest.mark.parametrize("seconds", [(5.0, 1.0, 1.1), (1.0, 0.1, 0.9)])
@@ -484,14 +484,14 @@ def test_one_round_that_is_out_of_line_is_no_change(seconds):
     later = gone_on_from_a_second()
     for each in seconds:
         later.add_verify(1, each)
-    assert [*later.verify.seconds[1]] == [1.0, *seconds]
+    assert [*later.costs["verify"].seconds[1]] == [1.0, *seconds]
 
 
 def test_rounds_that_read_drafts_off_the_text_are_compared_too():
     later = gone_on_from_a_second()
     for _ in range(3):
         auto(later).observe_lookup(1, {"verify": 3.0, "accept": 1.0})
-    assert [*later.verify.seconds[1]] == [4.0]
+    assert [*later.costs["verify"].seconds[1]] == [4.0]
 
 
 def test_times_kept_from_a_machine_as_it_is_now_are_gone_on_from(world):
@@ -499,15 +499,15 @@ def test_times_kept_from_a_machine_as_it_is_now_are_gone_on_from(world):
     world().decode(auto(known), 40)
     later.take_up(json.loads(json.dumps(known.as_dict())))
     world(slowdown=1.15, dice=random.Random(1)).decode(auto(later), 10)
-    assert set(known.verify.seconds) <= set(later.verify.seconds)
+    assert set(known.costs["verify"].seconds) <= set(later.costs["verify"].seconds)
     assert not any(arm.trials for arm in later.exploration.arms.values() if arm.rounds)
 
 
 def test_first_rounds_try_every_size(world):
     ours, planner = world(), auto()
     ours.decode(planner, 100)
-    assert {1, 3, 5, 9, 17, 33} <= set(planner.known.verify.seconds)
-    assert {1, 2, 4, 8} <= set(planner.known.step.seconds)
+    assert {1, 3, 5, 9, 17, 33} <= set(planner.known.costs["verify"].seconds)
+    assert {1, 2, 4, 8} <= set(planner.known.costs["step"].seconds)
 
 
 def test_depth_and_size_stay_within_what_is_left(world):
@@ -606,7 +606,7 @@ def test_threads_that_share_what_is_learnt(hasty_threads):
             known = Knowledge()
             list(pool.map(serve, [known] * num_threads, range(num_threads)))
             assert sum(arm.rounds for arm in known.exploration.arms.values()) == num_threads * rounds
-            for costs in (known.verify, known.read, known.step, *known.rest.values()):
+            for costs in known.costs.values():
                 assert set(costs.seconds) == {size for size, _ in costs.known}
 
 
@@ -624,8 +624,8 @@ def test_a_round_goes_by_what_was_known_when_it_began(world):
     early, late, later = (controller_of(known) for _ in range(3))
     before = choices(early)
     for size in range(1, 60):
-        known.step.add(size, 1e3)
-        known.verify.add(size, 1e3)
+        known.costs["step"].add(size, 1e3)
+        known.costs["verify"].add(size, 1e3)
     for _ in range(100):
         known.calibration.learn(-0.1, 1, accepted=False)
     assert_close("choices", choices(late), before)

@@ -140,7 +140,7 @@ def test_in_a_batch_sequences_without_a_match_are_filled():
 def test_auto_verifies_as_much_of_it_as_pays(per_token, expected):
     known = Knowledge()
     for size in (1, 2, 5, 9):
-        known.verify.add(size, 1.0 + per_token * size)
+        known.costs["verify"].add(size, 1.0 + per_token * size)
     known.exploration.add("chains", 1.2, 1.0)
     planner = AutoPlanner(known, Clock(torch.device("cpu")))
     gains = [0.9, 1.6, 2.1, 2.15, 2.2, 2.22, 2.24, 2.26]

@@ -61,7 +61,7 @@ class AutoPlanner(Planner):
         where none gives more, and while nothing is known. The target's own token counts, too."""
         known, counts = self.known, [count for count in COUNTS if 0 < count <= len(gains)]
         with known.lock:
-            rate, seconds = known.exploration.rate, known.verify.estimate(tuple(count + 1 for count in counts))
+            rate, seconds = known.exploration.rate, known.costs["verify"].estimate(tuple(count + 1 for count in counts))
         if not rate:
             return 0
         values = [1 + gains[count - 1] - rate * cost for count, cost in zip(counts, seconds, strict=True)]
@@ -105,9 +105,9 @@ class AutoPlanner(Planner):
         num_tokens = sum(counts) / max(1, len(counts))
         known.add_verify(num_nodes, seconds["verify"] + seconds["accept"])
         if controller is None:
-            known.exploration.add(self.kind, num_tokens, known.verify.usual(num_nodes))
+            known.exploration.add(self.kind, num_tokens, known.costs["verify"].usual(num_nodes))
             return
-        usual = known.verify.estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
+        usual = known.costs["verify"].estimate((num_nodes,))[0] + self._drafting_seconds(controller, seconds["draft"])
         known.exploration.add(self.kind, num_tokens, usual, is_trial=controller.trial is not None)
 
     def _drafting_seconds(self, controller: LevelController, seconds: float) -> float:
@@ -115,13 +115,13 @@ class AutoPlanner(Planner):
         takes."""
         known = self.known
         reading, levels = controller.seconds()
-        known.read.add(controller.num_unread, reading)
+        known.costs["read"].add(controller.num_unread, reading)
         for width, taken in levels:
-            known.step.add(width, taken)
-        rest = known.rest[self.kind]
+            known.costs["step"].add(width, taken)
+        rest = known.costs[self.kind]
         rest.add(0, max(LEAST_TIME, seconds - reading - sum(taken for _, taken in levels)))  # rounding may leave less
-        steps = sum(known.step.estimate((width,))[0] for width, _ in levels)
-        reading = known.read.estimate((min(controller.num_unread, USUAL_READ),))[0]
+        steps = sum(known.costs["step"].estimate((width,))[0] for width, _ in levels)
+        reading = known.costs["read"].estimate((min(controller.num_unread, USUAL_READ),))[0]
         return reading + steps + rest.estimate((0,))[0]
 
     def _note_choice(self, accepted: Accepted) -> None:
@@ -158,8 +158,8 @@ class AutoPlanner(Planner):
         """What auto knows, and how many drafts it verified a round, in two lines for people."""
         known = self.known
         with known.lock:
-            sizes = known.verify.known
-            step = known.step.estimate((1,))[0]
+            sizes = known.costs["verify"].known
+            step = known.costs["step"].estimate((1,))[0]
             seen = zip(known.calibration.going_on, known.calibration.seen, strict=True)
             chances = " ".join(f"{chance:.2f}" for chance, count in seen if count)
             arms = known.exploration.arms.items()

@@ -33,8 +33,8 @@ class LevelController:
         self.trial = trial
         self.calibration = known.calibration.copy()
         self.rate = known.exploration.rate * len(going)  # tokens a second of all sequences
-        self.verify = known.verify.known  # lists that are replaced, never changed
-        self.step = known.step.known
+        self.verify = known.costs["verify"].known  # lists that are replaced, never changed
+        self.step = known.costs["step"].known
         self.widths: list[int] = []  # of the levels that were run
         self.totals: list[list[list[float]]] = []  # log-chances of every level's candidates, by sequence that is going
         low, high = estimate(self.verify, (2, 10))

@@ -21,6 +21,9 @@ from .exploration import Exploration
 
 Known = TypeVar("Known")
 KEPT = "knowledge"
+# Of verifying and accepting, by nodes; of the drafter's forwards over accepted states, by tokens, and over a level of
+# drafts, by nodes; and of all else in drafting chains, and trees.
+COSTS = ("verify", "read", "step", CHAINS, TREES)
 USUAL_READ_OF_CHAINS = 2  # tokens: of a round before, which the drafter reads first
 # The first so many rounds of a process are compared with the times that an earlier process kept. Where they take so
 # many times as long, or less than its inverse, the kept times are forgotten: the machine was busier, or is now.
@@ -37,12 +40,7 @@ class Knowledge:
     """
 
     calibration: Calibration = field(default_factory=Calibration)
-    verify: CostModel = field(default_factory=CostModel)  # of verifying and accepting, by nodes
-    read: CostModel = field(default_factory=CostModel)  # of the drafter's forward over accepted states, by tokens
-    step: CostModel = field(default_factory=CostModel)  # of the drafter's forward over a level of drafts, by nodes
-    rest: dict[str, CostModel] = field(
-        default_factory=lambda: {CHAINS: CostModel(), TREES: CostModel()}
-    )  # of all else in drafting
+    costs: dict[str, CostModel] = field(default_factory=lambda: {name: CostModel() for name in COSTS})
     exploration: Exploration = field(default_factory=Exploration)
     met: set[tuple[str, int]] = field(default_factory=set)  # kinds and nodes of the rounds of this process
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,9 +55,9 @@ class Knowledge:
         drafts that were accepted at each depth, over more rounds than rates remember. 0 where that is not known."""
         known = sum(map(bool, self.calibration.seen))
         tokens = list(accumulate(accumulate(self.calibration.going_on[:known], mul), initial=1.0))[1:]
-        seconds = self.read.estimate((USUAL_READ_OF_CHAINS,))[0] + self.rest[CHAINS].estimate((0,))[0]
-        step = self.step.estimate((1,))[0]
-        verify = self.verify.estimate(tuple(range(2, 2 + known)))
+        seconds = self.costs["read"].estimate((USUAL_READ_OF_CHAINS,))[0] + self.costs[CHAINS].estimate((0,))[0]
+        step = self.costs["step"].estimate((1,))[0]
+        verify = self.costs["verify"].estimate(tuple(range(2, 2 + known)))
         return max((each / (seconds + d * step + verify[d]) for d, each in enumerate(tokens)), default=0.0)
 
     def add_verify(self, num_nodes: int, seconds: float) -> None:
@@ -71,8 +69,8 @@ class Knowledge:
             if len(self.changes) == COMPARED_ROUNDS:
                 change, self.kept_seconds = median(self.changes), []
                 if not 1 / ALLOWED_CHANGE < change < ALLOWED_CHANGE:
-                    self._set_costs(Knowledge()._costs(), Exploration())
-        self.verify.add(num_nodes, seconds)
+                    self.costs, self.exploration = Knowledge().costs, Exploration()
+        self.costs["verify"].add(num_nodes, seconds)
 
     def keep(self) -> None:
         """Notes that a call is over, and keeps what is known for other processes: after the first, second, fourth call
@@ -86,28 +84,19 @@ class Knowledge:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns costs, calibration and rates as plain values, for JSON."""
-        costs = {name: cost.as_dict() for name, cost in self._costs().items()}
+        costs = {name: cost.as_dict() for name, cost in self.costs.items()}
         return {"costs": costs, "calibration": self.calibration.as_dict(), "arms": self.exploration.as_dict()}
 
     def take_up(self, kept: Any) -> None:
         """Goes on from what `as_dict` returned, in this process or another; leaves all as it is where something else is
         kept, or nothing."""
         try:
-            costs = {name: CostModel.of(kept["costs"][name]) for name in self._costs()}
+            costs = {name: CostModel.of(kept["costs"][name]) for name in COSTS}
             calibration, exploration = Calibration(**kept["calibration"]), Exploration.of(kept["arms"])
         except (KeyError, TypeError, ValueError, AttributeError):
             return
-        self._set_costs(costs, exploration)
-        self.calibration, self.kept_seconds = calibration, self.verify.known
-
-    def _set_costs(self, costs: dict[str, CostModel], exploration: Exploration) -> None:
-        for name in ("verify", "read", "step"):
-            setattr(self, name, costs[name])
-        self.rest = {kind: costs[kind] for kind in self.rest}
-        self.exploration = exploration
-
-    def _costs(self) -> dict[str, CostModel]:
-        return {"verify": self.verify, "read": self.read, "step": self.step, **self.rest}
+        self.costs, self.exploration = costs, exploration
+        self.calibration, self.kept_seconds = calibration, costs["verify"].known
 
 
 _known: WeakKeyDictionary[Eagle31DrafterModel, WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]]]
