@@ -57,15 +57,13 @@ FAR = 2**20  # tokens, beyond the lengths at which some models scale queries
 USUAL_TENSORS = {"attention_mask", "position_ids"}  # besides the states and the rotary embedding
 
 
+@dataclass(eq=False, slots=True)
 class Pair:
     """States (B, T, h) as fused layers hand them on: the sum of `x` and `residual`, which the next norm adds up. It has
     no operators, so that a model that does anything else with it fails."""
 
-    __slots__ = ("residual", "x")
-
-    def __init__(self, x: Tensor, residual: Tensor):
-        self.x = x
-        self.residual = residual
+    x: Tensor
+    residual: Tensor
 
 
 # Of a target's trial: the modules and forwards that it was made with, and what `why_not_fused` returns.

@@ -54,9 +54,7 @@ class BucketKnowledge:
     in_chain: list[Rate] = field(default_factory=lambda: [Rate(memory=MEMORY) for _ in range(DEEPEST)])
     in_tree: dict[Plan, Rate] = field(default_factory=dict)
     verify: CostModel = field(default_factory=CostModel)
-    draft: dict[str, CostModel] = field(
-        default_factory=lambda: {PLAIN: CostModel(), CHAINS: CostModel(), TREES: CostModel()}
-    )
+    draft: dict[str, CostModel] = field(default_factory=lambda: {kind: CostModel() for kind in (PLAIN, CHAINS, TREES)})
     trials: list[Plan] | None = None
     rounds: int = 0
     due: int = FIRST_PAUSE  # the round before which the largest plan is drafted again
