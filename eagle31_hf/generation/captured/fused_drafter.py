@@ -16,7 +16,7 @@ from ...attention import GQAttention, Norm
 from ...kernels.norms import embed_norms
 from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel, normed_target_states
 from ...quantized import QuantizedLinear
-from ...targets.decoder_layer import arena_layer, attend, eps_of, norm_sum, products, through_layer, through_mlp
+from ...targets.decoder_layer import after_norm, arena_layer, eps_of, norm_sum, products, through_layer
 from ...targets.ends import ACTIVATION_DTYPES
 from ...targets.masks import spans_of
 from ..unread_states import gathered
@@ -101,9 +101,7 @@ def _through_first(
     table: Any = drafter.get_input_embeddings()
     x = embed_norms(ids, table.weight, norms[0].weight, states, norms[1].weight, eps_of(norms[0]))
     residual = x[..., states.shape[-1] :] if layer.norm_before_residual else states
-    attended = attend(layer.self_attn, x, layout.rope, layout.spans[layer.attention_type], kv)
-    normed, residual = norm_sum(layer.post_attention_layernorm, attended, residual)
-    return through_mlp(layer.mlp, normed), residual
+    return after_norm(layer, x, residual, layout.rope, layout.spans[layer.attention_type], kv)
 
 
 def can_fuse(drafter: Eagle31DrafterModel) -> bool:
