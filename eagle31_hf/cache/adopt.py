@@ -38,15 +38,10 @@ def _from_dynamic(layer: DynamicLayer, placement: Placement, limit: int) -> Slot
 
 
 def _to_dynamic(ours: SlotLayer, layer: DynamicLayer) -> None:
-    layer.dtype = ours.dtype
-    layer.device = ours.device
-    layer.is_initialized = True
     layer.keys, layer.values = ours.held(ours.end)
 
 
 def _to_sliding(ours: SlotLayer, layer: DynamicSlidingWindowLayer) -> None:
-    if not layer.is_initialized:
-        layer.lazy_initialization(*ours.buffers)
     layer.keys, layer.values = ours.held(min(ours.end, layer.sliding_window - 1))
     layer.cumulative_length = ours.end
 
@@ -57,8 +52,6 @@ def _from_static(layer: StaticLayer, placement: Placement, limit: int) -> SlotLa
 
 
 def _to_static(ours: SlotLayer, layer: StaticLayer) -> None:
-    if not layer.is_initialized:
-        layer.lazy_initialization(*ours.buffers)
     for own, states in zip((layer.keys, layer.values), ours.held(ours.end), strict=True):
         own[..., : ours.end, :] = states  # onto itself where the layer's own tensors were taken over
         own[..., ours.end :, :] = 0  # attention will meet them again, and rejected tokens' values may be NaN
@@ -82,8 +75,6 @@ def _from_static_sliding(layer: StaticSlidingWindowLayer, placement: Placement, 
 
 
 def _to_static_sliding(ours: SlotLayer, layer: StaticSlidingWindowLayer) -> None:
-    if not layer.is_initialized:
-        layer.lazy_initialization(*ours.buffers)
     held = min(ours.end, layer.max_cache_len)
     for states, ended in zip((layer.keys, layer.values), ours.held(held), strict=True):
         states[..., :held, :] = ended
@@ -158,6 +149,8 @@ def _hand_back(ours: list[Any], found: list[Any]) -> None:
     found += [DynamicLayer() for _ in range(len(ours) - len(found))]
     for layer, stock in zip(ours, found, strict=True):
         if layer is not stock and layer.buffers:
+            if not stock.is_initialized:
+                stock.lazy_initialization(*layer.buffers)
             ADOPTED[type(stock)][1](layer, stock)
 
 
