@@ -272,13 +272,10 @@ class NodeByNode:
         new = self.prefixes[b].new_tensor([tokens], dtype=torch.long)
         context = torch.cat((self.prefixes[b], new), dim=1) if tokens else self.prefixes[b]
         scores = self.processors[b](context, self.logits[b, node : node + 1])  # type: ignore[arg-type]
-        draft = None
-        q_logits = None
-        drafts = self.drafts
-        if drafts.logits is not None and node < drafts.ids.shape[1]:
-            draft = drafts.ids[b, node : node + 1]
-            q_logits = drafts.logits[b, node : node + 1]
-        return int(self.sampler.choose(b, context.shape[1], scores, draft, q_logits)), scores
+        drawn: tuple[Tensor, ...] = ()
+        if self.drafts.logits is not None and node < self.drafts.ids.shape[1]:
+            drawn = self.drafts.ids[b, node : node + 1], self.drafts.logits[b, node : node + 1]
+        return int(self.sampler.choose(b, context.shape[1], scores, *drawn)), scores
 
 
 Choices = AtAllNodes | NodeByNode
