@@ -26,16 +26,6 @@ from .tree import DraftTokens
 from .unread_states import UnreadStates
 
 
-@dataclass(frozen=True)
-class Room:
-    """The room a round has for drafts. `depth`: levels; `nodes`: of a tree, the root included; `num_unread`: tokens
-    of each sequence that the drafter reads first, at most."""
-
-    depth: int
-    nodes: int
-    num_unread: int
-
-
 @dataclass(eq=False)
 class EagerExecutor:
     """Runs rounds operation by operation; serves every target and every request."""
@@ -64,14 +54,15 @@ class EagerExecutor:
         drafts = DraftTokens.none(self.sequences.padded(), is_plain=True)
         return self._accept(outputs, logits, drafts, is_prefill=True)
 
-    def room(self) -> Room:
-        """Returns how far the next round may draft."""
+    def room(self) -> tuple[int, int, int]:
+        """Returns how far the next round may draft, in levels, and in nodes of a tree, the root included; and how many
+        tokens of each sequence the drafter reads first, at most."""
         sequences, capacity = self.sequences, cache.capacity(self.runner.past_key_values)
         depth, nodes = self.stopping.max_length - sequences.longest - 1, UNLIMITED
         if capacity is not None:  # a static cache's last slots
             nodes = capacity - (self.runner.num_before + sequences.longest - 1)
             depth = min(depth, nodes - 1)
-        return Room(0 if self.was_short else depth, nodes, len(self.unread))
+        return 0 if self.was_short else depth, nodes, len(self.unread)
 
     def round(self, plan: Plan) -> Accepted:
         """Drafts as planned, verifies, and commits what is accepted."""
@@ -144,8 +135,8 @@ def decode(executor: Any, planner: Planner) -> Any:
     recorder.show(PREFILL, first)
     planner.begin(first.tokens)
     while not all(executor.sequences.finished):
-        room = executor.room()
-        plan = planner.plan(room.depth, room.nodes, executor.sequences.going, room.num_unread)
+        depth, nodes, num_unread = executor.room()
+        plan = planner.plan(depth, nodes, executor.sequences.going, num_unread)
         accepted = executor.round(plan)
         seconds = recorder.show(accepted.kind, accepted)
         planner.observe(1 + len(accepted.drafts.ids[0]), accepted, seconds)

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...cache import adopt as cache
 from ...targets.probe import FAILURES
-from ..executor import EagerExecutor, Room
+from ..executor import EagerExecutor
 from ..planning.plan import NO_DRAFTS, UNLIMITED, Plan
 from ..rejection_sampler import Accepted
 from ..sequences import Ends
@@ -53,12 +53,12 @@ class CapturedExecutor:
         self._fill_carry()
         return accepted
 
-    def room(self) -> Room:
+    def room(self) -> tuple[int, int, int]:
         """Rounds may go past the end of a text, which is cut: a shorter plan would be captured for the last round
         alone."""
         if self.has_failed:
             return self.eager.room()
-        return Room(0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread))
+        return 0 if self.was_short else self.carry.width - 1, UNLIMITED, max(self.num_unread)
 
     def round(self, plan: Plan) -> Accepted:
         plan = fitted(plan) if plan.depth > 0 else NO_DRAFTS  # eager rounds, too: an arena has room for so many nodes
@@ -76,7 +76,7 @@ class CapturedExecutor:
         except WrongRoundError as failure:
             self._hand_back(f"a captured round was wrong: {failure}")
             write_cache_again(self.eager)  # those it has written may be wrong, too
-        depth = min(plan.depth, self.eager.room().depth)  # past the longest text a target may have no positions
+        depth = min(plan.depth, self.eager.room()[0])  # past the longest text a target may have no positions
         return self.eager.round(replace(plan, depth=depth))
 
     def result(self) -> Any:
