@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from engine import DRAFT_VOCABULARY, SHAPES
 
-from eagle31_hf.kernels import distillation_loss, drafts, joint_linear, norms, rope, tree_attention  # noqa: F401 -- each adds OPERATIONS
+from eagle31_hf.kernels import distillation_loss, drafts, joint_linear, layer_parts, tree_attention  # noqa: F401 -- each adds OPERATIONS
 from eagle31_hf.kernels.operation import OPERATIONS, Operation, why_torch
 
 from .inputs import MAKERS, Inputs, Maker, Size, num_bytes

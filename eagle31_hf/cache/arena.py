@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..kernels.rope import append
+from ..kernels.layer_parts import append
 from .layer import DUMMY, Placement, SlotLayer, StatesBeside, slot_layers
 from .states import KINDS, StateArena, holds_states
 

@@ -15,8 +15,7 @@ from transformers import Cache
 
 from ..cache.arena import ArenaLayer
 from ..kernels.joint_linear import gated_linear, joint_linear
-from ..kernels.norms import add_rms_norm
-from ..kernels.rope import rope_append
+from ..kernels.layer_parts import add_rms_norm, rope_append
 from ..kernels.tree_attention import tree_attention
 from .layers import has_hooks
 

@@ -2,7 +2,7 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.norms_triton import add_rms_norm_kernel, embed_norms_kernel, tile
+from eagle31_hf.kernels.layer_parts_triton import add_rms_norm_kernel, embed_norms_kernel, tile
 
 SUM = dict.fromkeys(("x", "residual", "weight", "normed", "total"), "*bf16")
 SUM |= {"stride_x": "i32", "stride_residual": "i32", "width": "i32", "eps": "fp32"}

@@ -2,7 +2,7 @@
 
 from compile_ahead import Case
 
-from eagle31_hf.kernels.rope_triton import rope_append_kernel, rope_blocks
+from eagle31_hf.kernels.layer_parts_triton import rope_append_kernel, rope_blocks
 
 
 def types(kernel, **others: str) -> dict[str, str]:

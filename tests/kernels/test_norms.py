@@ -6,7 +6,7 @@ from kernel_close import assert_matches
 from poison import Guarded, apart, turned
 from torch import Tensor
 
-from eagle31_hf.kernels.norms import add_rms_norm, embed_norms
+from eagle31_hf.kernels.layer_parts import add_rms_norm, embed_norms
 
 pytest.importorskip("triton")
 

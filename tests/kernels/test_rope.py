@@ -8,7 +8,7 @@ from kernel_close import assert_matches
 from poison import Guarded, turned
 from torch import Tensor
 
-from eagle31_hf.kernels.rope import rope_append
+from eagle31_hf.kernels.layer_parts import rope_append
 
 pytest.importorskip("triton")
 

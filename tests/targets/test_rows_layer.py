@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from eagle31_hf.kernels import rope
+from eagle31_hf.kernels import layer_parts
 from eagle31_hf.kernels.packed_linear import is_available, onednn_linear
 from eagle31_hf.targets import few_rows, linear_kernels, rows_layer
 from eagle31_hf.targets.few_rows import in_drafted_call
@@ -132,7 +132,7 @@ def test_heads_of_which_a_part_is_rotated(share):
     heads = torch.randn(2, 3, 5, width, generator=draw)
     angles = torch.randn(1, 3, int(width * share) // 2, generator=draw).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    assert_close("heads", rows_layer._rotated(heads, cos, sin), rope._rotated(heads, None, 0.0, cos, sin), 1e-6)
+    assert_close("heads", rows_layer._rotated(heads, cos, sin), layer_parts._rotated(heads, None, 0.0, cos, sin), 1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])

@@ -13,7 +13,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...attention import GQAttention, Norm
-from ...kernels.norms import embed_norms
+from ...kernels.layer_parts import embed_norms
 from ...modeling import Eagle31DecoderLayer, Eagle31DrafterModel, normed_target_states
 from ...quantized import QuantizedLinear
 from ...targets.decoder_layer import after_norm, arena_layer, eps_of, norm_sum, products, through_layer

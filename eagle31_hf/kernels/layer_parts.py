@@ -1,13 +1,43 @@
-"""Rotary embedding, and keys and values written to where they stay, at slots that the device holds.
+"""What a layer does between its products and its attention: RMSNorm together with what stands before it, y = x /
+sqrt(mean(x^2) + eps) * weight; and the rotary embedding, with keys and values written to where they stay, at slots that
+the device holds.
 
-B sequences, T new tokens, H heads of queries, Hkv of keys, D head width, P <= D the part of it that is rotated, C slots
-of the buffers. Sequence b writes its tokens to the slots `starts[b]` to `starts[b] + T - 1`.
+B sequences, T new tokens, h width, V vocabulary, H heads of queries, Hkv of keys, D head width, P <= D the part of it
+that is rotated, C slots of the buffers. Sequence b writes its tokens to the slots `starts[b]` to `starts[b] + T - 1`.
 """
 
 import torch
 from torch import Tensor
 
 from .operation import operation
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+@operation()
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and the residual (..., h), rounded to the dtype of x, and the RMSNorm of that rounded sum:
+    (normed, sum), both contiguous. Without a residual the sum is a copy of x."""
+    total = x.clone() if residual is None else (x + residual).to(x.dtype)
+    total = total.contiguous()
+    return _normed(total, weight, eps).to(x.dtype), total
+
+
+@operation()
+def embed_norms(
+    ids: Tensor, table: Tensor, table_weight: Tensor, state: Tensor, state_weight: Tensor, eps: float
+) -> Tensor:
+    """The input of a drafter's first layer: [RMSNorm of the embedding, RMSNorm of the state], (B, T, 2h).
+
+    `ids` (B, T) int64 index the rows of `table` (V, h), whose dtype may be another one; `state` (B, T, h), whose rows
+    may lie apart; `table_weight`, `state_weight` (h,) of the two norms."""
+    embeds = torch.nn.functional.embedding(ids, table).to(state.dtype)
+    parts = _normed(embeds, table_weight, eps), _normed(state, state_weight, eps)
+    return torch.cat(parts, dim=-1).to(state.dtype)
 
 
 def append(new: list[Tensor], buffers: list[Tensor], slots: Tensor) -> None:
@@ -42,9 +72,7 @@ def rope_append(
 def _rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads (B, T, H, D) normed, where there is a weight, and rotated."""
     dtype = x.dtype
-    x = x.float()
-    if weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    x = x.float() if weight is None else _normed(x, weight, eps)
     rotated, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     first, second = rotated.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
