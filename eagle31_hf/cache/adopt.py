@@ -278,15 +278,15 @@ def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:
     return layer.keys[..., :end, :], end
 
 
-def attention_span(layer: Any, num_keys: int, num_new: int) -> slice:
-    """Returns the slots that attentions of the last `num_new` tokens cover in a stock layer, of `num_keys` keys: a
+def shown_attentions(layer: Any, attentions: Tensor) -> Tensor:
+    """Returns the part of a layer's attentions (B, H, T, keys) that a stock layer shows of the last T tokens: a
     window's at most, but all slots of a static layer, used or not."""
     window = layer.sliding_window if layer.is_sliding else None
     is_static = getattr(layer, "fixed", False)
-    end = layer.end if is_static else num_keys
+    end = layer.end if is_static else attentions.shape[3]
     if is_static and (window is None or end <= window):
-        return slice(window)
-    return slice(0 if window is None else max(0, end - num_new - window + 1), end)
+        return attentions[..., :window]
+    return attentions[..., 0 if window is None else max(0, end - attentions.shape[2] - window + 1) : end]
 
 
 class Appended:

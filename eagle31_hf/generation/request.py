@@ -29,9 +29,8 @@ from .captured.seam import Seam, seam_of
 from .captured.why import why_not_captured
 from .draft_sampler import DraftSampler
 from .drafter_runner import MASKED, MOST_LEVELS, runner_of
-from .executor import EagerExecutor, decode
+from .executor import EagerExecutor, OutputCollector, decode
 from .noise import Noise
-from .outputs import OutputCollector
 from .planning.auto import MAX_NODES, AutoPlanner
 from .planning.buckets import BucketKnowledge, BucketPlanner, plans_of
 from .planning.controller import TOP_K
