@@ -117,44 +117,36 @@ class Unsettled:
     after_all: Scratch
 
 
-class Finder:
-    """Notes the mixers of a forward: the innermost module that was given the cache when one of its states is read or
-    written."""
-
-    def __init__(self, target: PreTrainedModel, cache: Cache):
-        self.target = target
-        self.cache = cache
-        self.running: list[nn.Module] = []  # modules that were given the cache, the innermost last
-        self.found: list[nn.Module] = []
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """A context for the forward; after it no mixer in `found` is within another one."""
-        with ExitStack() as undo:
-            for module in self.target.modules():
-                undo.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
-            for method in METHODS:
-                setattr(self.cache, method, partial(self._note, getattr(self.cache, method)))
-                undo.callback(delattr, self.cache, method)
-            yield
-        within = {inner for module in self.found for inner in module.modules() if inner is not module}
-        self.found = [module for module in self.found if module not in within]
+@contextmanager
+def found_mixers(target: PreTrainedModel, cache: Cache) -> Iterator[list[nn.Module]]:
+    """A context for a forward, after which the list has its mixers: the innermost module that was given the cache when
+    one of its states is read or written, none of them within another one."""
+    running, found = list[nn.Module](), list[nn.Module]()  # running: those that were given the cache, innermost last
 
     # Another thread's forward may meet a hook while it is set or removed, and torch then calls it without the keyword
     # arguments.
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and _is_among(cache, args, kwargs):
+            running.append(module)
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is not None and _is_among(self.cache, args, kwargs):
-            self.running.append(module)
+    def leave(module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
+        if len(kwargs_and_output) == 2 and _is_among(cache, args, kwargs_and_output[0]):
+            running.pop()
 
-    def _leave(self, module: nn.Module, args: tuple, *kwargs_and_output: Any) -> None:
-        if len(kwargs_and_output) == 2 and _is_among(self.cache, args, kwargs_and_output[0]):
-            self.running.pop()
-
-    def _note(self, method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
-        self.found += [module for module in self.running[-1:] if module not in self.found]
+    def note(method: Callable, *args: Any, **kwargs: Any) -> Tensor | None:
+        found.extend(module for module in running[-1:] if module not in found)
         return method(*args, **kwargs)
+
+    with ExitStack() as undo:
+        for module in target.modules():
+            undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+        for method in METHODS:
+            setattr(cache, method, partial(note, getattr(cache, method)))
+            undo.callback(delattr, cache, method)
+        yield found
+    within = {inner for module in found for inner in module.modules() if inner is not module}
+    found[:] = [module for module in found if module not in within]
 
 
 class Mixers:
@@ -186,14 +178,13 @@ class Mixers:
 
     @contextmanager
     def finding(self) -> Iterator[None]:
-        """A context in which mixers are found by what they do, as `Finder` says, unless they are known."""
+        """A context in which mixers are found by what they do, as `found_mixers` says, unless they are known."""
         if not self.is_needed or self.found:
             yield
             return
-        finder = Finder(self.target, self.cache)
-        with finder.looking():
+        with found_mixers(self.target, self.cache) as found:
             yield
-        self.found = finder.found
+        self.found = found
         for module in self.found:
             # before the user's own hooks, which a mixer that runs again meets again
             hook = module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
