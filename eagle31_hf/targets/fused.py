@@ -76,19 +76,9 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     """A context in which the target's layers are fused, but for those that `why_not_fused` has a reason for, wherever
     they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
     too, are the target's own."""
-    stages, has_entered = _stages(target), False
-    try:
-        with _users.lock:
-            is_first = target not in _users
-            _users.enter(target)
-            has_entered = True
-            if is_first:
-                _fuse(stages, not_fused)
+    stages = _stages(target)
+    with _users.using(target, lambda: _fuse(stages, not_fused), lambda: _restore(stages)):
         yield
-    finally:
-        with _users.lock:
-            if has_entered and _users.leave(target):
-                _restore(stages)
 
 
 @contextmanager

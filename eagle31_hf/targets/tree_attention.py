@@ -77,17 +77,13 @@ def attention_of_rounds(target: PreTrainedModel) -> Iterator[None]:
     where a round asks for it; else it is the target's own. Contexts of several threads may overlap: the last one to end
     puts the target's own back."""
     config = target.config.get_text_config(decoder=True)
-    with _users.lock:
-        if config not in _users:
-            own = config._attn_implementation_internal.removeprefix(PREFIX)  # a copy made meanwhile has it already
-            config._attn_implementation_internal = PREFIX + own
-        _users.enter(config)
-    try:
+
+    def attend(prefix: str) -> None:
+        own = config._attn_implementation_internal.removeprefix(PREFIX)  # a copy made meanwhile has it already
+        config._attn_implementation_internal = prefix + own
+
+    with _users.using(config, functools.partial(attend, PREFIX), functools.partial(attend, "")):
         yield
-    finally:
-        with _users.lock:
-            if _users.leave(config):
-                config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)
 
 
 # -- few rows on a CPU

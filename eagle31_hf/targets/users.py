@@ -3,7 +3,8 @@
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -24,9 +25,23 @@ class Users:
         self._counts = Counter[int]()  # by the object's id: a config has no hash
         self._forget()
 
-    def __contains__(self, used: Any) -> bool:
-        """Returns whether any context uses an object."""
-        return id(used) in self._counts
+    @contextmanager
+    def using(self, used: Any, begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+        """A context that uses an object. Of several, of all threads, the first one calls `begin`, and the last one
+        `end`."""
+        has_entered = False
+        try:
+            with self.lock:
+                is_first = id(used) not in self._counts
+                self.enter(used)
+                has_entered = True
+                if is_first:
+                    begin()
+            yield
+        finally:
+            with self.lock:
+                if has_entered and self.leave(used):
+                    end()
 
     def enter(self, used: Any) -> None:
         """Adds a context."""

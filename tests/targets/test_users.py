@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 
 import pytest
 from conftest import ROPED
@@ -17,12 +18,20 @@ def test_the_last_context_is_told_so():
     users, used, other = Users(), [], []
     for each in (used, used, other):
         users.enter(each)
-    assert used in users
     assert (users.leave(used), users.leave(used), users.leave(other)) == (False, True, True)
-    assert used not in users
     assert users.leave(used), "one that began before a fork"
     users.enter(used)
     assert users.leave(used), "it has not been counted"
+
+
+def test_the_first_context_begins_and_the_last_one_ends():
+    users, used, told = Users(), [], []
+    calls = partial(told.append, "begin"), partial(told.append, "end")
+    with users.using(used, *calls):
+        with users.using(used, *calls):
+            pass
+        assert told == ["begin"]
+    assert told == ["begin", "end"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
