@@ -57,7 +57,7 @@ class TargetRunner:
         self.seen = None if mask is None or bool(mask.all()) else mask.bool()
         self._covered = input_ids.shape[1]  # tokens that masks and positions among the keyword arguments cover
         positions = model_kwargs.get("position_ids")
-        self.last_position = None if positions is None else positions[..., -1:]
+        self.last_position: Any = None if positions is None else positions[..., -1:]
         self.is_exact = False  # whether a row's logits are the same, to the last bit, whatever is run beside it
 
     @property
@@ -171,7 +171,6 @@ class TargetRunner:
         """Positions of nodes that stand `depths` (B, N) after each sequence's last token. The last position that
         `generate` was given is (B, 1), or (axes, B, 1) where images take several axes; a text token advances every
         axis by one."""
-        assert self.last_position is not None
         new = sequences.lengths - sequences.prompt_length
         if new.is_uniform and not any(sequences.finished):
             return self.last_position + (depths + new.host[0]).to(self.last_position)

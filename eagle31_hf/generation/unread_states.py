@@ -5,12 +5,12 @@ B sequences, L tokens of the prompt, M tokens, n*ht width of a token's captured 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache.transfer import Commit, Mirrored
-from ..targets.layers import CapturedStates
 
 READ_AT_ONCE = 1024  # tokens that a drafter's forward takes
 
@@ -89,7 +89,7 @@ class UnreadStates:
         self._captured_from = num_cached
         self._parts: list[AuxStates] = []
         self._last_state: Tensor | None = None  # of the prompt, until the token after it is known
-        self.captured: CapturedStates | None = None  # set while the target's states are captured
+        self.captured: Any = None  # a `CapturedStates`, set while the target's states are captured
 
     def __len__(self) -> int:
         """Tokens of each sequence that the drafter reads before it drafts."""
@@ -108,7 +108,6 @@ class UnreadStates:
     def reading_prompt(self, input_ids: Tensor) -> Iterator[None]:
         """A context in which every forward of the target is a piece of the prompt (B, L), read as soon as it has
         run."""
-        assert self.captured is not None
         self.read_all()  # of a text that this one goes on from
 
         def read() -> None:
@@ -124,7 +123,6 @@ class UnreadStates:
     def of_text(self, input_ids: Tensor) -> Iterator[AuxStates]:
         """The states captured of the texts (B, L), piece by piece, as far as the tokens after them are known. The state
         of their last token is kept apart."""
-        assert self.captured is not None
         length = input_ids.shape[1]
         for states in self.captured.pieces(READ_AT_ONCE):
             first = self._captured_from
@@ -148,7 +146,6 @@ class UnreadStates:
 
     def queue(self, commit: Commit) -> None:
         """Queues the states of the last forward at the nodes of a commit's paths; its tokens follow them."""
-        assert self.captured is not None
         states = self.captured.take() if self._last_state is None else self._last_state
         self._last_state = None
         count = commit.ids.shape[1]

@@ -16,7 +16,6 @@ from ...cache.arena import Arena, ArenaPlacement
 from ...cache.masks import windows_by_kind
 from ...kernels.drafts import best_tree, likeliest_tokens, next_level
 from ...kernels.tree_attention import MOST_NEW
-from ...targets.layers import CapturedStates
 from ...targets.masks import spans_of
 from ...targets.recurrent import Mixers
 from ..draft_sampler import SCORE_TEMPERATURE, DraftSampler
@@ -46,14 +45,14 @@ def can_fit(plan: Plan) -> bool:
 
 @dataclass
 class Side:
-    """A model and its cache in an arena. Of the target, `states`: what catches the states that the drafter reads;
+    """A model and its cache in an arena. Of the target, `states`: the `CapturedStates` that the drafter reads;
     `mixers`: its modules with recurrent states."""
 
     model: Any
     cache: Cache
     placement: ArenaPlacement
     arena: Arena
-    states: CapturedStates | None = None
+    states: Any = None
     mixers: Mixers | None = None
 
 

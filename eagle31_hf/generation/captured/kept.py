@@ -175,7 +175,6 @@ def _kept_of(request: Any, runner: TargetRunner, seam: Seam, models: tuple) -> K
 
 
 def _size(request: Any, runner: TargetRunner) -> Size:
-    assert runner.last_position is not None
     return rows_for(len(request.input_ids)), most_tokens(request.settings), *runner.last_position.shape[:-2]
 
 

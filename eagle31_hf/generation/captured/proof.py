@@ -83,7 +83,6 @@ def verify_and_prove(rounds: Any, plan: Plan, verify: Callable[[], None], eager:
     verify()
     # Where this raises, the round has not been: what it wrote lies past the end of the text.
     try:
-        assert eager.runner.last_position is not None
         position = eager.runner.last_position - (eager.sequences.prompt_length - 1)  # the carry's own may be wrong
         prompt = eager.sequences.prompt_length
         case = Case(drafts, rounds.unproved_rows, prompt, noise, position, before, rounds.verified[plan])
@@ -111,7 +110,6 @@ def write_cache_again(eager: EagerExecutor) -> None:
     mask = None
     if runner.seen is not None:
         mask = torch.nn.functional.pad(runner.seen, (0, ids.shape[1] - runner.seen.shape[1]), value=True).long()
-    assert runner.last_position is not None
     positions = (runner.last_position + places).clamp(min=0)
     cache.settle(past_key_values, 0)
     forget_states(past_key_values)
@@ -119,7 +117,6 @@ def write_cache_again(eager: EagerExecutor) -> None:
     _read_texts(runner.mixers, ids, positions, sequences.prompt_length, lengths, mask)
     runner.mixers.settle()
     cache.settle(past_key_values, ids.shape[1])
-    assert eager.unread.captured is not None
     eager.unread.captured.drop()
 
 

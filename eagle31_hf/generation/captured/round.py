@@ -137,7 +137,6 @@ class Round(Drafting):
                 return_dict=True,
                 **cache_argument(side.model.forward, side.cache),
             )
-        assert side.states is not None
         return out.logits, side.states.take()
 
 
