@@ -97,21 +97,10 @@ def distillation_loss(
     of_prediction = [x.contiguous() for x in (which, weights)]
     distance, overlap = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
     is_right = torch.empty(count, dtype=torch.bool, device=logits.device)
-    by_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = distance, overlap, is_right, torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    sizes = hard, vocab, logits.stride(0), p.stride(0)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
     distillation_loss_kernel[(count,)](
-        logits,
-        p,
-        *of_target,
-        *of_prediction,
-        distance,
-        overlap,
-        is_right,
-        by_logits,
-        hard,
-        vocab,
-        logits.stride(0),
-        p.stride(0),
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
-        num_warps=NUM_WARPS,
+        logits, p, *of_target, *of_prediction, *out, *sizes, BLOCK=block, num_warps=NUM_WARPS
     )
-    return distance, overlap, is_right, by_logits
+    return out

@@ -362,14 +362,7 @@ def accepted_path(
     batch, num_nodes = chosen.shape
     path = torch.empty(batch, width, dtype=torch.long, device=ids.device)
     out = path, torch.empty_like(path), torch.empty(batch, 1, dtype=torch.long, device=ids.device)
-    accepted_path_kernel[(batch,)](
-        *read,
-        *out,
-        *(each.stride(0) for each in read),
-        num_nodes,
-        width,
-        N_BLOCK=triton.next_power_of_2(num_nodes),
-        M_BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
-    )
+    sizes = *(each.stride(0) for each in read), num_nodes, width
+    blocks = {"N_BLOCK": triton.next_power_of_2(num_nodes), "M_BLOCK": triton.next_power_of_2(width)}
+    accepted_path_kernel[(batch,)](*read, *out, *sizes, **blocks, num_warps=1)
     return out

@@ -178,9 +178,9 @@ def _tile(x: Tensor, weights: list[Tensor], is_gated: bool) -> Tile | None:
     return fitted(cut, num_inputs, 2 if is_gated else 1, shared)
 
 
-def _constants(cut: Tile) -> dict[str, Any]:
-    sizes = {"ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
-    return {**sizes, "WIDEN": INTERPRETED, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+def _constants(cut: Tile, is_widened: bool = False) -> dict[str, Any]:
+    sizes = {"ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs, "WIDEN": INTERPRETED or is_widened}
+    return {**sizes, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
 
 
 def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
@@ -337,25 +337,12 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     out = x.new_empty(*x.shape[:-1], num_outputs)
     is_widened = x.dtype not in (torch.bfloat16, torch.float16)
     cut = quantized_tile(len(rows), num_outputs, is_widened)
+    biases = scale if bias is None else bias.contiguous()  # not read where there are none
     quantized_linear_kernel[(triton.cdiv(num_outputs, cut.outputs), triton.cdiv(len(rows), cut.rows))](
-        *(
-            rows,
-            weight,
-            scale.contiguous(),
-            scale if bias is None else bias.contiguous(),
-            out,
-            len(rows),
-            num_outputs,
-            num_inputs,
-        ),
+        *(rows, weight, scale.contiguous(), biases, out, len(rows), num_outputs, num_inputs),
         HAS_BIAS=bias is not None,
         IS_FP8=weight.dtype == torch.uint8,
-        ROWS=cut.rows,
-        OUTPUTS=cut.outputs,
-        INPUTS=cut.inputs,
-        WIDEN=INTERPRETED or is_widened,
         BY_PTX=not INTERPRETED and torch.version.hip is None,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        **_constants(cut, is_widened),
     )
     return out

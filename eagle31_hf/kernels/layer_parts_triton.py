@@ -275,23 +275,10 @@ def rope_append(
     for each in rope:
         strides += [0 if len(each) == 1 else each.stride(0), each.stride(1)]
     strides += [stride for each in buffers for stride in each.stride()[:3]]
-    blocks = rope_blocks(width, value_width, rope[0].shape[2])
+    blocks = rope_blocks(width, value_width, rope[0].shape[2]) | {"H": heads, "HKV": kv_heads, "NORMED": bool(norms)}
     head_blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     sizes = starts.stride(0), tokens, buffers[0].shape[2]
     rope_append_kernel[(tokens * head_blocks, batch)](
-        *qkv,
-        *rope,
-        *weights,
-        *buffers,
-        starts,
-        out,
-        *strides,
-        *sizes,
-        eps,
-        H=heads,
-        HKV=kv_heads,
-        NORMED=bool(norms),
-        **blocks,
-        num_warps=1,
+        *qkv, *rope, *weights, *buffers, starts, out, *strides, *sizes, eps, **blocks, num_warps=1
     )
     return out
