@@ -17,7 +17,7 @@ from ..cache.masks import SlotMask, windows_by_kind
 from ..cache.transfer import Mirrored
 from ..modeling import Eagle31DrafterModel, Eagle31DrafterOutput
 from ..targets.few_rows import in_drafted_call
-from .tree import VisibleNodes
+from .tree import Expansion
 from .unread_states import AuxStates, gathered
 
 LEVELS_AT_ONCE = 16
@@ -68,20 +68,16 @@ class DrafterRunner:
         self.settle()
         self._rope_of_drafts = None
 
-    def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Runs one level of drafts (B, F) on the states (B, F, h) before them, the last level of `nodes`.
-
-        `visible` (B, F, N): which of the nodes run so far they see; None: all. Returns states (B, F, h) and draft
-        logits (B, F, Vd).
-        """
+    def step(self, ids: Tensor, state: Tensor, nodes: Expansion) -> tuple[Tensor, Tensor]:
+        """Runs one level of drafts (B, F) on the states (B, F, h) before them, the last one that `nodes` runs. Returns
+        states (B, F, h) and draft logits (B, F, Vd)."""
         width = ids.shape[1]
-        first = nodes.count - width
         level = len(nodes.widths) - 1
-        starts = self.lengths + first
+        starts = self.lengths + (nodes.num_run - width)
         self.placement.place(starts, width, ids.device)
-        if visible is not None:
+        if nodes.visible is not None:
             self.placement.low = min(self.lengths.host)
-        mask = self._mask_of_nodes(visible, nodes, width)
+        mask = self._mask_of_nodes(nodes, width)
         out = self._forward(ids, {"hidden_states": state}, self._rope_at(level), mask)
         return out.last_hidden_state, out.logits
 
@@ -158,14 +154,15 @@ class DrafterRunner:
         depths = torch.arange(num_new, device=self.like.device)[None] if self._has_windows else None
         return self._masks(visible, depths, depths)
 
-    def _mask_of_nodes(self, visible: Tensor | None, nodes: VisibleNodes, width: int) -> dict[str, Tensor | None]:
+    def _mask_of_nodes(self, nodes: Expansion, width: int) -> dict[str, Tensor | None]:
         """The masks by layer type for a level of drafts."""
+        visible = nodes.visible
         if visible is None:
             if self.placement.slots is None:
                 return dict.fromkeys(self._windows)  # sees all its cache returns
-            shape = (len(self.lengths.host), width, nodes.count)
+            shape = (len(self.lengths.host), width, nodes.num_run)
             visible = torch.ones(shape, dtype=torch.bool, device=self.like.device)
-        depths = nodes.depths() if self._has_windows else None
+        depths = nodes.depths_run() if self._has_windows else None
         return self._masks(visible, None if depths is None else depths[:, -width:], depths)
 
     def _masks(self, visible: Tensor, query_depths: Tensor | None, depths: Tensor | None) -> dict[str, Tensor | None]:
@@ -212,7 +209,7 @@ class ParallelRunner(DrafterRunner):
         self._logits = out.logits
         return gathered(out.last_hidden_state, last), out.logits[:, :1]
 
-    def step(self, ids: Tensor, state: Tensor, nodes: VisibleNodes, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(self, ids: Tensor, state: Tensor, nodes: Expansion) -> tuple[Tensor, Tensor]:
         """The states as given, and the logits (B, F, Vd) after the level that `nodes` ends with, which were scored when
         states were read: 0 are those that `read` returned."""
         level = len(nodes.widths)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .draft_sampler import DraftSampler
 from .drafter_runner import DrafterRunner
 from .planning.plan import Plan, Selection
-from .tree import DraftTokens, Expansion, VisibleNodes, pick
+from .tree import DraftTokens, Expansion, pick
 from .unread_states import AuxStates
 
 
@@ -48,8 +48,7 @@ class Proposer:
         ids, from_node = expansion.advance(width)
         if self.sampler.reads_text:
             level.path_ids = torch.cat((pick(level.path_ids, from_node), ids[..., None]), dim=2)
-        visible = level.nodes.extend(from_node, ids.shape[1])
-        level.state, level.logits = self.runner.step(ids, pick(level.state, from_node), level.nodes, visible)
+        level.state, level.logits = self.runner.step(ids, pick(level.state, from_node), expansion)
         return True
 
     def _score(self, level: "Level") -> int:
@@ -83,7 +82,6 @@ class Level:
         self.plan = plan
         self.prefixes = prefixes
         self.expansion = Expansion(root)
-        self.nodes = VisibleNodes(len(prefixes), root.device)
         self.path_ids = root[:, None, :0]  # drafted up to every node (B, F, level), where processors read the text
         self.drawn_from = list[Tensor]()
         self.state = root  # until the drafter has read: then (B, F, h)

@@ -109,6 +109,10 @@ class Expansion:
     """The candidates that an expansion has scored so far, for B sequences alike; every level adds the k children of
     each node of the frontier. Of a chain k is 1.
 
+    The drafter runs every frontier but the root. `widths`: its nodes, by level; `visible` (B, F, `num_run`): which of
+    all the nodes it runs those of the last level see, their ancestors and themselves, in the order they ran; None: a
+    chain so far, where every node sees all.
+
     Source: EAGLE-2 (arXiv 2406.16858), section 4: expand the best of each level, rerank all of them at the end.
     """
 
@@ -122,10 +126,21 @@ class Expansion:
         self._count = 1  # nodes and candidates so far, the root included
         self._frontiers = list[Tensor]()  # by level, (B, F): the numbers of the nodes whose children it adds
         self._frontier_scores: Tensor | None = None  # (B, F), None: that of the root, 0
+        self.widths = list[int]()
+        self.visible: Tensor | None = None
 
     @property
     def levels(self) -> int:
         return len(self.ids)
+
+    @property
+    def num_run(self) -> int:
+        return sum(self.widths)
+
+    def depths_run(self) -> Tensor:
+        """The level (1, `num_run`) of every node that the drafter runs, the first being 0."""
+        sizes = enumerate(self.widths)
+        return torch.cat([torch.full((1, width), level, device=self.root.device) for level, width in sizes], dim=1)
 
     def extend(self, ids: Tensor, log_probs: Tensor | None = None, scores: Tensor | None = None) -> None:
         """Adds a level: the children (B, F, k) of the frontier's nodes. `scores` (B, F, k): what a child adds to its
@@ -144,13 +159,28 @@ class Expansion:
         ids = self.ids[-1]
         if ids.shape[1] == 1:
             self._frontier_scores = self.scores[-1] if self.scores else None
+            self._run(None, 1)
             return ids, None
         self._frontier_scores, best = self.scores[-1].topk(min(width, ids.shape[1]), dim=1)
         if not self._frontiers:
             self._frontiers.append(torch.zeros_like(self.root))
         self._frontiers.append(best + self._count)
         self._count += ids.shape[1]
-        return ids.gather(1, best), best // self.top_k
+        from_node = best // self.top_k
+        self._run(from_node, best.shape[1])
+        return ids.gather(1, best), from_node
+
+    def _run(self, from_node: Tensor | None, width: int) -> None:
+        """Adds a level of `width` nodes to those that the drafter runs, children of the nodes `from_node` (B, F) of the
+        last one (None: of its only one)."""
+        if self.visible is not None or width > 1:
+            size, device = len(self.root), self.root.device
+            if self.visible is None:
+                above = torch.ones(size, width, self.num_run, dtype=torch.bool, device=device)
+            else:
+                above = pick(self.visible, from_node)
+            self.visible = torch.cat((above, identity(width, device).expand(size, -1, -1)), dim=2)
+        self.widths.append(width)
 
     def best(self, count: int, depth: int | None = None, is_chain: bool = False) -> DraftTokens:
         """The `count` best candidates, as a tree or chain. A stable sort: a child never scores above its parent, and in
@@ -179,40 +209,6 @@ class Expansion:
         node = kept.new_zeros(len(kept), count + 1)  # of each candidate that is kept, from 1 on; of the root 0
         node.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))
         return node.gather(1, parents)
-
-
-class VisibleNodes:
-    """The nodes that each node of the last level sees, of those the drafter has run: its ancestors and itself, in
-    the order they ran."""
-
-    def __init__(self, num_sequences: int, device: torch.device):
-        self.num_sequences, self.device = num_sequences, device
-        self.widths = list[int]()  # by level
-        self._visible: Tensor | None = None  # None: a chain so far, where every node sees all
-
-    @property
-    def count(self) -> int:
-        return sum(self.widths)
-
-    def extend(self, from_node: Tensor | None, width: int) -> Tensor | None:
-        """Adds a level of `width` nodes, children of the nodes `from_node` (B, F) of the last level (None: of its only
-        one). Returns which nodes each of them sees (B, F, count); None for a chain."""
-        before = self.count
-        self.widths.append(width)
-        if self._visible is None and width == 1:
-            return None
-        if self._visible is None:
-            above = torch.ones(self.num_sequences, width, before, dtype=torch.bool, device=self.device)
-        else:
-            above = pick(self._visible, from_node)
-        itself = identity(width, self.device).expand(self.num_sequences, -1, -1)
-        self._visible = torch.cat((above, itself), dim=2)
-        return self._visible
-
-    def depths(self) -> Tensor:
-        """The level (1, count) of every node that has run, the first being 0."""
-        levels = [torch.full((1, width), level, device=self.device) for level, width in enumerate(self.widths)]
-        return torch.cat(levels, dim=1)
 
 
 @cache
