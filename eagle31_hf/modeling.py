@@ -264,18 +264,9 @@ class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):
             "draft_tree_total_tokens": draft_tree_total_tokens,
             "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         }
-        return Eagle31DrafterModel.decoding_method(
-            model,
-            self,
-            input_ids,
-            generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            knobs=knobs,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        model_kwargs |= {"knobs": knobs, "synced_gpus": synced_gpus, "streamer": streamer}
+        model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        return Eagle31DrafterModel.decoding_method(model, self, input_ids, generation_config, **model_kwargs)
 
 
 def refuse_parallel(drafter: Eagle31DrafterModel, what: str) -> None:

@@ -76,14 +76,8 @@ class Eagle31PreTrainedModel(PreTrainedModel):
         config.transformers_weights = checkpoint.files.config.get("transformers_weights")
         options = {name: value for name, value in kwargs.items() if name not in (*HUB_OPTIONS, *FIELDS)}
         options["ignore_mismatched_sizes"] = True  # shapes were compared before, except that of t2d, which is rebuilt
-        loaded: Any = super().from_pretrained(
-            str(checkpoint.folder),
-            *args,
-            config=config,
-            key_mapping=checkpoint.key_mapping,
-            output_loading_info=True,
-            **options,
-        )
+        options |= {"key_mapping": checkpoint.key_mapping, "output_loading_info": True}
+        loaded: Any = super().from_pretrained(str(checkpoint.folder), *args, config=config, **options)
         model, info = loaded
         del model.config.transformers_weights
         model.config.name_or_path = str(pretrained_model_name_or_path)

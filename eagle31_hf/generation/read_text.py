@@ -141,13 +141,6 @@ def keep_read_text(cache: Cache, num_before: int, runner: DrafterRunner, unread:
         return
     left = unread.take() if len(unread) else None
     first_slots = [slot + num_before for slot in unread.first_slots]
-    text = ReadText(
-        weakref.ref(runner.drafter),
-        marks,
-        runner.held(),
-        runner.lengths.host,
-        left and left.copied(),
-        first_slots,
-        [slot - position for slot, position in zip(first_slots, runner.first_positions, strict=True)],
-    )
-    setattr(cache, ATTRIBUTE, text)
+    padding = [slot - position for slot, position in zip(first_slots, runner.first_positions, strict=True)]
+    read = runner.held(), runner.lengths.host, left and left.copied()
+    setattr(cache, ATTRIBUTE, ReadText(weakref.ref(runner.drafter), marks, *read, first_slots, padding))
