@@ -5,7 +5,7 @@ K width of a layer's input, N of its output.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ class QuantizedLinear(nn.Module):
                 f"the drafter has {self.kind} weights and is in training mode; expected drafter.eval(), to draft. To"
                 f" train it, {REMEDY}"
             )
-        with without_autocast(x.device.type):
+        device = x.device.type
+        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        # a device that has no autocast would refuse torch's context
+        with torch.autocast(device, enabled=False) if is_on else nullcontext():
             if x.shape[:-1].numel() <= FEW_ROWS:
                 return quantized_linear(x, self.weight, self.scale, self.bias)
             return self.by_copy(x)
@@ -80,13 +83,6 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Makes a context in which autocast is off. Where it is off already there is nothing to do, and a device that has
-    no autocast would refuse torch's context."""
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 @torch.no_grad()

@@ -121,26 +121,19 @@ class SlotLayer(DynamicLayer):
         if not self.buffers or end - self.first > self.buffers[0].shape[-2]:
             self._make_room(seen_from, end, (key_states, value_states))
         keys, values = self.buffers
-        if place.slots is None:
+        if place.slots is None or place.written is None:
             keys[..., high - self.first : end - self.first, :] = key_states
             values[..., high - self.first : end - self.first, :] = value_states
-        else:
-            self._write_rows(key_states, value_states)
+        else:  # rows differ: each has slots of its own
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                rows = place.written.to(states.device)
+                buffer[rows[:, None], :, place.slots.to(states.device) - self.first] = states[rows].transpose(1, 2)
         self.end = end
         if self.fixed:
             return keys, values
         self.keys = keys[..., seen_from - self.first : end - self.first, :]
         self.values = values[..., seen_from - self.first : end - self.first, :]
         return self.keys, self.values
-
-    def _write_rows(self, *new: Tensor) -> None:
-        """Writes the tokens of rows that differ, each to its own slots."""
-        written, slots = self.placement.written, self.placement.slots
-        assert written is not None
-        assert slots is not None
-        for buffer, states in zip(self.buffers, new, strict=True):
-            rows = written.to(states.device)
-            buffer[rows[:, None], :, slots.to(states.device) - self.first] = states[rows].transpose(1, 2)
 
     def _passes_by(self, num_new: int) -> bool:
         """Returns whether a prompt fills the whole window, so that nothing before it need be kept."""

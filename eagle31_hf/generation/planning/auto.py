@@ -86,7 +86,10 @@ class AutoPlanner(Planner):
             if controller is None:
                 self.choices["plain"] += 1
                 return
-            self._note_choice(accepted)
+            drafts, count = accepted.drafts, len(accepted.drafts.ids[0])
+            kind = "of chains" if count else "with drafts not worth verifying"
+            self.choices["of trees" if drafts.parents is not None else kind] += 1
+            self.drafts_by_count[count] += 1
             self._calibrate(accepted)
 
     def _is_first(self, kind: str, num_nodes: int) -> bool:
@@ -123,13 +126,6 @@ class AutoPlanner(Planner):
         steps = sum(known.costs["step"].estimate((width,))[0] for width, _ in levels)
         reading = known.costs["read"].estimate((min(controller.num_unread, USUAL_READ),))[0]
         return reading + steps + rest.estimate((0,))[0]
-
-    def _note_choice(self, accepted: Accepted) -> None:
-        drafts = accepted.drafts
-        count = len(drafts.ids[0])
-        kind = "of trees" if drafts.parents is not None else "of chains" if count else "with drafts not worth verifying"
-        self.choices[kind] += 1
-        self.drafts_by_count[count] += 1
 
     def _calibrate(self, accepted: Accepted) -> None:
         """Learns from every draft whose parent was accepted, and from a guess that was not worth verifying."""
