@@ -190,8 +190,12 @@ def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tens
         return linear(x, weights[0], *biases)
     out = x.new_empty(*x.shape[:-1], sum(map(len, weights)))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if cut is None:
-        _in_place(out.view(len(rows), -1), rows, weights, biases)
+    if cut is None:  # torch's products side by side, without a copy of them
+        for i, part in enumerate(out.view(len(rows), -1).split([*map(len, weights)], dim=-1)):
+            if biases:
+                torch.addmm(biases[i], rows, weights[i].T, out=part)
+            else:
+                torch.mm(rows, weights[i].T, out=part)
         return out
     widths = [*map(len, weights), 0, 0][:MOST_WEIGHTS]
     of_weights = [*weights, *weights[:1] * 2][:MOST_WEIGHTS]  # what is not there is not read
@@ -200,15 +204,6 @@ def joint_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tens
         *(rows, *of_weights, *of_biases, out, len(rows), x.shape[-1], *widths), HAS_BIAS=bool(biases), **_constants(cut)
     )
     return out
-
-
-def _in_place(out: Tensor, rows: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
-    """Writes torch's products side by side, without a copy of them."""
-    for i, part in enumerate(out.split([*map(len, weights)], dim=-1)):
-        if biases:
-            torch.addmm(biases[i], rows, weights[i].T, out=part)
-        else:
-            torch.mm(rows, weights[i].T, out=part)
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
