@@ -48,15 +48,9 @@ class DrafterRunner:
     def read(self, unread: AuxStates, depth: int = 1) -> tuple[Tensor, Tensor]:
         """Reads states that are new to it. Returns the state (B, 1, h) and the draft logits (B, 1, Vd) of each
         sequence's last token. `depth`: levels to be drafted next, which only some drafters need to know."""
-        num_new = len(unread)
         last = None if unread.is_full else (unread.counts.on(self.like.device) - 1).clamp_(min=0)
-        out = self._forward(
-            unread.tokens.to(self.like.device),
-            {"target_hidden_states": unread.states.to(self.like)},
-            self._rope(num_new),
-            self._mask_of_text(num_new),
-            logits_to_keep=1 if last is None else last[:, 0],
-        )
+        source = {"target_hidden_states": unread.states.to(self.like)}
+        out = self._forward(unread.tokens.to(self.like.device), source, 1 if last is None else last[:, 0])
         self._note_read(unread)
         state = out.last_hidden_state
         return (state[:, -1:] if last is None else gathered(state, last)), out.logits
@@ -78,7 +72,7 @@ class DrafterRunner:
         if nodes.visible is not None:
             self.placement.low = min(self.lengths.host)
         mask = self._mask_of_nodes(nodes, width)
-        out = self._forward(ids, {"hidden_states": state}, self._rope_at(level), mask)
+        out = self._forward(ids, {"hidden_states": state}, rope=self._rope_at(level), mask=mask)
         return out.last_hidden_state, out.logits
 
     def held(self) -> list[list[Tensor]]:
@@ -104,13 +98,11 @@ class DrafterRunner:
         cache.settle(self.past_key_values, max(self.lengths.host))
 
     def _forward(
-        self,
-        ids: Tensor,
-        source: dict[str, Tensor],
-        rope: tuple[Tensor, Tensor],
-        mask: dict[str, Tensor | None] | None,
-        logits_to_keep: int | Tensor = 0,
+        self, ids: Tensor, source: dict[str, Tensor], keep: int | Tensor = 0, rope: Any = None, mask: Any = None
     ) -> Eagle31DrafterOutput:
+        """Runs the drafter; without `rope` over tokens (B, T) that follow what it has read."""
+        if rope is None:
+            rope, mask = self._rope(ids.shape[1]), self._mask_of_text(ids.shape[1])
         with in_drafted_call():
             return self.drafter(
                 ids,
@@ -118,7 +110,7 @@ class DrafterRunner:
                 position_embeddings=rope,
                 attention_mask=mask,
                 past_key_values=self.past_key_values,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=keep,
                 return_dict=True,
             )
 
@@ -198,13 +190,9 @@ class ParallelRunner(DrafterRunner):
         is_mask = torch.arange(length, device=device) >= counts  # also what pads shorter sequences: these have more
         tokens = pad(unread.tokens.to(device), (0, depth - 1)).masked_fill(is_mask, self.drafter.config.mask_token_id)
         last = (counts - 1).clamp_(min=0)
-        out = self._forward(
-            tokens,
-            {"target_hidden_states": pad(unread.states.to(self.like), (0, 0, 0, depth - 1)), "is_mask": is_mask},
-            self._rope(length),
-            self._mask_of_text(length),
-            logits_to_keep=last + torch.arange(depth, device=device),
-        )
+        states = pad(unread.states.to(self.like), (0, 0, 0, depth - 1))
+        source = {"target_hidden_states": states, "is_mask": is_mask}
+        out = self._forward(tokens, source, last + torch.arange(depth, device=device))
         self._note_read(unread)
         self._logits = out.logits
         return gathered(out.last_hidden_state, last), out.logits[:, :1]
