@@ -17,7 +17,7 @@ from ...targets.probe import why_no_spans
 from ...targets.tree_attention import STANDS_IN_FOR, own_attention
 from .. import processors
 from ..planning.buckets import plans_of
-from ..planning.plan import UNLIMITED, FixedPlanner, Plan
+from ..planning.plan import UNLIMITED, FixedPlanner
 from .carry import most_tokens
 from .drafting import MOST_CANDIDATES, can_fit
 from .kept import why_no_room
@@ -92,9 +92,8 @@ def _of_models(request: Any, runner: Any, mode: Any) -> Iterator[str]:
     if reason is not None:
         yield reason
     width = most_tokens(settings)
-    plans = plans_of(settings, mode.draws_trees) if settings.is_auto else [Plan(width - 1)]
-    if not settings.is_auto and mode.draws_trees:
-        plans = [FixedPlanner.of(settings, True).plan(width - 1, UNLIMITED, [], 0)]
+    fixed = None if settings.is_auto else FixedPlanner.of(settings, mode.draws_trees)
+    plans = [fixed.plan(width - 1, UNLIMITED, [], 0)] if fixed else plans_of(settings, mode.draws_trees)
     if not all(map(can_fit, plans)):
         deepest = f"{MOST_NEW - 2} levels of a chain, fewer of a tree, {MOST_CANDIDATES // 2} drafts after a token"
         yield f"drafts are deeper or wider than a captured round takes ({deepest})"
