@@ -141,12 +141,16 @@ def is_spread(target: Any) -> bool:
     return any(isinstance(weight, DTensor) for weight in target.parameters())
 
 
-def ends_of(target: Any) -> Any:
-    """Returns the target itself, or, where each process has a part of its embedding or head, whole copies of both."""
-    ends = (target.get_input_embeddings(), target.get_output_embeddings())
-    if not any(isinstance(getattr(end, "weight", None), DTensor) for end in ends):
+def ends_of(target: Any, device: torch.device | None = None) -> Any:
+    """Returns the target itself, or whole copies of its embedding and head: where each process has a part of them, and
+    on `device`, if given, where they are no quantized or adapted ones."""
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    in_parts = any(isinstance(getattr(end, "weight", None), DTensor) for end in (embedding, head))
+    is_plain = isinstance(embedding, nn.Embedding) and type(head) is nn.Linear
+    if not in_parts and (device is None or not is_plain):
         return target
-    return TargetEnds(target.name_or_path, target.config, target.generation_config, parts_of(target), Scoring())
+    parts = {name: weight.to(device) for name, weight in parts_of(target).items()}
+    return TargetEnds(target.name_or_path, target.config, target.generation_config, parts, Scoring())
 
 
 def ends_from_checkpoint(outline: PreTrainedModel, revision: str | None = None) -> tuple[TargetEnds, nn.Module]:

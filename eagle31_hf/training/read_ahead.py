@@ -1,14 +1,19 @@
-"""Batches that are read before they are asked for, while those before them are learnt from."""
+"""Batches, and the target's states of them, that are read before they are asked for, while those before them are learnt
+from."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher
+from torch import Tensor
 
 END = object()  # in place of a batch, where there are no more
+States = tuple[Tensor, Tensor]  # of a batch: aux hidden states, and those that enter the target's head
 
 
 class TrainingBatches:
@@ -55,3 +60,32 @@ class TrainingBatches:
                 self._pool.join()
         self._batches = self._pool = None
         self._coming.clear()
+
+
+class StatesAhead:
+    """The target's states of the batches of one optimizer step, where the target has a device of its own: a thread
+    reads those of a batch while the one before it is learnt from, and begins with the first at once.
+
+    `read`: returns the states of a batch, on the target's device.
+    """
+
+    def __init__(self, read: Callable[[Any], States], batches: list[Any]):
+        self._read, self._left = read, deque(batches)
+        self._thread = ThreadPoolExecutor(1)
+        self._read_next()
+
+    def take(self, device: torch.device) -> States:
+        """Returns the states of the next batch on a device, and has those of the batch after it read; no others are
+        held. Raises what reading them raised."""
+        states, last_states = self._coming.result()
+        # Before the next are read: a GPU copies them when it has done what it was given before.
+        taken = states.to(device), last_states.to(device)
+        self._read_next()
+        return taken
+
+    def _read_next(self) -> None:
+        if self._left:
+            self._coming = self._thread.submit(self._read, self._left.popleft())
+        else:
+            del self._coming
+            self._thread.shutdown(wait=False)

@@ -39,20 +39,29 @@ class TargetReader:
 
     `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; found by itself for
     a target that was loaded in parts. A tensor-parallel one needs more: all of its processes run the texts of each, one
-    process after the other, unless `reads_alike`, all read the same texts. `ends`: what a drafter is
-    tied to, see `ends_of`.
+    process after the other, unless `reads_alike`, all read the same texts. `learnt_on`: the drafter's device; the
+    target `is_apart` where it has another to itself. `ends`: what a drafter is tied to, see `ends_of`; on its own
+    device, where it can be: the target's is at work on other texts meanwhile.
     """
 
     def __init__(
-        self, target: PreTrainedModel, layer_ids: list[int], in_lockstep: bool = False, reads_alike: bool = False
+        self,
+        target: PreTrainedModel,
+        layer_ids: list[int],
+        in_lockstep: bool = False,
+        reads_alike: bool = False,
+        learnt_on: torch.device | None = None,
     ):
         self.target = target
         self.layer_ids = layer_ids
         self.group = None if reads_alike else tensor_parallel_group(target)
         self.device = execution_device(target)
         self.in_lockstep = in_lockstep or is_spread(target)
+        # as tensors name it: "cuda" and "mps" have no number
+        drafters = self.device if learnt_on is None else torch.empty(0, device=learnt_on).device
+        self.is_apart = drafters != self.device and not self.in_lockstep
         self.scoring = find_scoring(target)
-        self.ends = ends_of(target)
+        self.ends = ends_of(target, drafters if self.is_apart else None)
         probe = torch.zeros(1, 2, dtype=torch.long)
         # fails here, before training, if its layers have no states to read
         self.read(probe, torch.ones_like(probe))
@@ -101,10 +110,11 @@ class TargetReader:
         return found
 
     def _same_number(self, groups: list[list[Text]]) -> list[list[Text]]:
-        """Returns the groups, and as many empty ones as another process has more."""
+        """Returns the groups, one at least, and as many empty ones as another process has more."""
+        if not self.in_lockstep:
+            return groups or [[]]
         count = torch.tensor(max(1, len(groups)), device=self.device)
-        if self.in_lockstep:
-            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
+        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
         return groups + [[]] * (int(count) - len(groups))
 
     @torch.no_grad()

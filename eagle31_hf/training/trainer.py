@@ -24,7 +24,7 @@ from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
-from .read_ahead import TrainingBatches
+from .read_ahead import States, StatesAhead, TrainingBatches
 from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
 from .spreading import position_skips
 from .target import TargetReader, ends_behind, shard
@@ -124,6 +124,9 @@ class Eagle31Trainer(CheckpointingTrainer):
         samples = [as_trained(batch, self.args.train_prompts, self.position_reach, draws) for batch in samples]
         for batch in samples:
             self._figures.begin(batch["documents"])
+        if isinstance(self.reader, TargetReader) and self.reader.is_apart:
+            ahead = StatesAhead(self._read_apart, samples)
+            samples = [batch | {"ahead": ahead} for batch in samples]
         settings = self.args.settings()
         ways = (settings.depth, settings.convention, settings.normalisation)
         denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]
@@ -142,12 +145,20 @@ class Eagle31Trainer(CheckpointingTrainer):
     def _objective(self, model: Any) -> DraftingObjective:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
-    def batch(self, inputs: dict[str, Tensor]) -> Batch:
-        """Returns a collated batch with the target's states: those of the store, or read now. Texts with states that
-        are NaN or infinite are left out, and counted."""
+    def _read_apart(self, inputs: dict[str, Tensor]) -> States:
+        """Returns the target's states of a batch, on its device, in the precision in which losses are computed."""
+        reader: Any = self.reader
+        with self.compute_loss_context_manager():
+            return reader.read(inputs["input_ids"].to(reader.device), inputs["documents"])
+
+    def batch(self, inputs: dict[str, Any]) -> Batch:
+        """Returns a collated batch with the target's states: those of the store, or read ahead, or now. Texts with
+        states that are NaN or infinite are left out, and counted."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
         if isinstance(self.reader, TargetEnds):
             states = inputs["states"], inputs["last_states"]
+        elif "ahead" in inputs:
+            states = inputs["ahead"].take(inputs["input_ids"].device)
         else:
             states = self.reader.read(inputs["input_ids"], inputs["documents"])
         batch, num_broken = Batch(*tokens, *states, inputs.get("skips")).without_broken()
@@ -218,7 +229,12 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures what generate() accepts. Nothing is measured where the target is spread over processes."""
         if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not self.args.eval_prompts:
             return {}
-        return served(self.target, self.drafter, examples, self.args, self.accelerator)
+        tie = self.drafter.tie
+        ends = tie.get()
+        try:
+            return served(self.target, self.drafter, examples, self.args, self.accelerator)
+        finally:
+            tie.set(*ends)  # generate() ties the drafter to the target itself
 
 
 def source_of_states(
@@ -231,7 +247,8 @@ def source_of_states(
     target.eval().requires_grad_(False)
     if args.shard_target:
         shard(target)
-    reader = TargetReader(target, drafter.config.resolve_layer_ids(len(decoder_layers(target))), args.shard_target)
+    layer_ids = drafter.config.resolve_layer_ids(len(decoder_layers(target)))
+    reader = TargetReader(target, layer_ids, args.shard_target, learnt_on=args.device)
     drafter.load_target_embeddings(reader.ends)
     return reader
 

@@ -1,13 +1,17 @@
-"""Batches that another thread reads while those before them are learnt from."""
+"""Batches that another thread reads while those before them are learnt from, and their states, where the target has a
+device of its own."""
 
 import itertools
 import threading
 
 import pytest
+import torch
+from programs import called, forked
 
-from eagle31_hf.training.read_ahead import TrainingBatches
+from eagle31_hf.training.read_ahead import StatesAhead, TrainingBatches
 
 PATIENCE = 20.0
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -89,3 +93,32 @@ def test_the_threads_end_when_it_is_closed_but_one_that_reads_is_not_waited_for(
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def test_states_of_one_batch_are_read_while_those_of_another_are_used():
+    read, now = [], threading.Condition()
+
+    def states(number):
+        with now:
+            read.append((number, threading.current_thread()))
+            now.notify_all()
+        if number == 3:
+            raise ValueError("the fourth breaks the target")
+        return torch.tensor(number), torch.tensor(-number)
+
+    ahead = StatesAhead(states, [0, 1, 2, 3])
+    for number in (0, 1, 2):
+        with now:
+            assert now.wait_for(lambda: len(read) > number, PATIENCE), "they are read when they are taken"  # noqa: B023
+            assert not now.wait_for(lambda: len(read) > number + 1, 0.1), "memory for two"  # noqa: B023
+        assert ahead.take(CPU) == (number, -number)
+    with pytest.raises(ValueError, match="the fourth breaks the target"):
+        ahead.take(CPU)
+    assert threading.main_thread() not in {thread for _, thread in read}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the pretend device needs torch 2.9")
+def test_learning_asks_nothing_of_the_targets_device():
+    """Not its embedding and not its head: it would wait there for what is read ahead."""
+    reading = {"training/trainer.py", "training/ends.py"}  # moves the ids, runs the target
+    assert forked(called, "two_devices", "files_that_wait") == reading | {"training/read_ahead.py"}

@@ -31,6 +31,7 @@ from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.evaluation import TrainingFigures
+from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.objective import OF_ALL, OF_WATCHED
 from eagle31_hf.training.packing import PackedExamples
 from eagle31_hf.training.store import HiddenStateStore, Manifest, open_store, save_target_parts, write_shard
@@ -96,6 +97,36 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, whole, step):
     assert_same(resumed, whole)
     assert_close("optimizer", resumed.optimizer, whole.optimizer)
     assert resumed.logs == whole.logs
+
+
+TWO_DEVICES = {
+    "evaluated": RESUMED | {"eval_prompts": 2, "eval_max_new_tokens": 6},
+    "autocast": PLAIN | {"bf16": True, "gradient_accumulation_steps": 5},
+}
+
+
+@pytest.mark.parametrize("name", TWO_DEVICES)
+def test_what_is_read_ahead_trains_as_what_is_read_when_it_is_learnt_from(tmp_path, monkeypatch, name):
+    """The target's device has another name than the drafter's, though both are the CPU."""
+
+    def made(folder, **others):
+        drafter = new_drafter(target(), aux_hidden_state_layer_ids=[1, 2, 4])
+        return make_trainer(tmp_path / folder, drafter=drafter, **TWO_DEVICES[name] | others)
+
+    expected = run(made("one"))
+    monkeypatch.setattr("eagle31_hf.training.target.execution_device", lambda model: torch.device("cpu", 0))
+    trainer, readers = made("two"), set()
+    read = trainer.reader.read
+    monkeypatch.setattr(trainer.reader, "read", lambda *batch: readers.add(threading.current_thread()) or read(*batch))
+    found = run(trainer)
+    assert_same(found, expected)
+    assert found.logs == expected.logs
+    assert len(readers - {threading.main_thread()}) == len(found.losses), "a thread for each step"
+    assert trainer.drafter.tie.get()[0] is trainer.reader.ends.embedding, "an evaluation leaves it tied to the target"
+    if name == "evaluated":
+        with pytest.raises(LostMachineError):
+            made("stopped", callbacks=[InterruptAfter(3)]).train()
+        assert_same(run(made("stopped"), resume=True), expected)
 
 
 def test_nothing_to_resume_from_is_refused(tmp_path):
