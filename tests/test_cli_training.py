@@ -229,19 +229,22 @@ def test_a_run_stopped_while_it_regenerates_goes_on_by_resume(capsys, folder):
 @pytest.mark.parametrize(
     ("free", "why"), [(0, "the disk is full. Free some space first."), (2**30, "the disk failed to read or write.")]
 )
-def test_a_run_whose_optimizer_finds_no_room_goes_on_by_resume(capsys, folder, begun, monkeypatch, free, why):
-    """A limit on the size of files, which the weights are within, stands for the disk's."""
+@pytest.mark.parametrize("unwritten", ["optimizer.pt", ""], ids=["optimizer", "weights"])
+def test_a_checkpoint_that_finds_no_room_is_named_and_the_run_resumed(
+    capsys, folder, begun, monkeypatch, free, why, unwritten
+):
+    """A limit on the size of files, which the weights are within or not, stands for the disk's."""
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     sizes = [(begun / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
     assert sizes[0] < sizes[1]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(sizes) // 2, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(sizes) // 2 if unwritten else sizes[0] // 2, before[1]))
     try:
         status, _, err = trained(capsys, folder, "--steps", "4", "--max-samples", "28", "--resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = f"eagle31: failed: {begun / 'checkpoint-4' / 'optimizer.pt'}: {why} If {begun} holds a complete checkpoint"
+    said = f"eagle31: failed: {begun / 'checkpoint-4' / unwritten}: {why} If {begun} holds a complete checkpoint"
     assert status == 1
     assert said in err.splitlines()[-1]
     assert "the same command with --resume" in err.splitlines()[-1]

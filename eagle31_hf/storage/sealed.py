@@ -34,10 +34,9 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and path.is_file():  # another was faster
             return
-        reason = f"{path}: could not be written ({error.strerror}); expected room for it"
-        raise OSError(
-            error.errno, f"{reason}. Make some and run the same command again: finished files are kept"
-        ) from error
+        reason = f"could not be written ({error.strerror}); expected room for it"
+        remedy = "Make some and run the same command again: finished files are kept"
+        raise OSError(error.errno, f"{reason}. {remedy}", str(path)) from error
     finally:
         staged.unlink(missing_ok=True)
 

@@ -159,16 +159,20 @@ def without_limit(args: TrainingArguments) -> Iterator[int | None]:
 
 @contextmanager
 def naming_unwritten(folder: Path) -> Iterator[None]:
-    """A context in which torch.save writes into a folder. Where it cannot, its error says neither which file that was
-    nor why: raises OSError with both."""
+    """A context in which libraries write into a folder. Where they cannot, torch's error says neither which file that
+    was nor why, and those of libraries in Rust do not say which: raises OSError with both, or with the folder and why.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if "inline_container" not in str(error):  # the file of torch's that writes archives
+    except Exception as error:  # of tokenizers it is no other
+        said = str(error)
+        is_of_torch = "inline_container" in said  # the file of torch's that writes archives
+        if not is_of_torch and "(os error " not in said:
             raise
-        number = errno.ENOSPC if shutil.disk_usage(folder).free < LEAST_ROOM else errno.EIO
-        last = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        raise OSError(number, os.strerror(number), str(last)) from error
+        is_full = f"(os error {errno.ENOSPC})" in said or shutil.disk_usage(folder).free < LEAST_ROOM
+        number = errno.ENOSPC if is_full else errno.EIO
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        raise OSError(number, os.strerror(number), str(newest if is_of_torch else folder)) from error
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
