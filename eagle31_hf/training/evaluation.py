@@ -170,11 +170,13 @@ def served(
     depth = args.eval_settings().depth
     mine = range(accelerator.process_index, min(args.eval_prompts, len(examples)), accelerator.num_processes)
     prompts = (prompt_of(examples[index]).to(execution_device(target)) for index in mine)
-    stats = AcceptanceStats()
+    stats, ends = AcceptanceStats(), drafter.tie.get()
     try:
         stats = measure_acceptance(target, drafter, prompts, chain_knobs(depth), args.eval_max_new_tokens)
     except DraftingRefusedError as error:  # processes without a prompt are refused nothing, and wait below
         logger.warning_once("there are no served_ figures, as generate() refuses to draft for this target: %s", error)
+    finally:
+        drafter.tie.set(*ends)  # generate() ties it to the target's own, which may lie on another device
     per_position = [*stats.accepted_per_position, *[0] * depth][:depth]
     counts = torch.tensor(
         [stats.target_forwards, stats.generated_tokens - stats.prefills, *per_position],

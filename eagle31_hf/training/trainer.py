@@ -229,12 +229,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         """Measures what generate() accepts. Nothing is measured where the target is spread over processes."""
         if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not self.args.eval_prompts:
             return {}
-        tie = self.drafter.tie
-        ends = tie.get()
-        try:
-            return served(self.target, self.drafter, examples, self.args, self.accelerator)
-        finally:
-            tie.set(*ends)  # generate() ties the drafter to the target itself
+        return served(self.target, self.drafter, examples, self.args, self.accelerator)
 
 
 def source_of_states(

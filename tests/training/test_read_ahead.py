@@ -96,7 +96,12 @@ def test_the_threads_end_when_it_is_closed_but_one_that_reads_is_not_waited_for(
 
 
 def test_states_of_one_batch_are_read_while_those_of_another_are_used():
-    read, now = [], threading.Condition()
+    read, moved, now = [], [], threading.Condition()
+
+    class States(int):
+        def to(self, device):
+            moved.append((self, len(read)))
+            return self
 
     def states(number):
         with now:
@@ -104,7 +109,7 @@ def test_states_of_one_batch_are_read_while_those_of_another_are_used():
             now.notify_all()
         if number == 3:
             raise ValueError("the fourth breaks the target")
-        return torch.tensor(number), torch.tensor(-number)
+        return States(number), States(-number)
 
     ahead = StatesAhead(states, [0, 1, 2, 3])
     for number in (0, 1, 2):
@@ -112,6 +117,7 @@ def test_states_of_one_batch_are_read_while_those_of_another_are_used():
             assert now.wait_for(lambda: len(read) > number, PATIENCE), "they are read when they are taken"  # noqa: B023
             assert not now.wait_for(lambda: len(read) > number + 1, 0.1), "memory for two"  # noqa: B023
         assert ahead.take(CPU) == (number, -number)
+        assert moved[-2:] == [(number, number + 1), (-number, number + 1)], "a GPU copies them behind the next read"
     with pytest.raises(ValueError, match="the fourth breaks the target"):
         ahead.take(CPU)
     assert threading.main_thread() not in {thread for _, thread in read}
