@@ -146,10 +146,9 @@ class Eagle31Trainer(CheckpointingTrainer):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def _read_apart(self, inputs: dict[str, Tensor]) -> States:
-        """Returns the target's states of a batch, on its device, in the precision in which losses are computed."""
+        """Returns the target's states of a batch, on the target's device."""
         reader: Any = self.reader
-        with self.compute_loss_context_manager():
-            return reader.read(inputs["input_ids"].to(reader.device), inputs["documents"])
+        return reader.read(inputs["input_ids"].to(reader.device), inputs["documents"])
 
     def batch(self, inputs: dict[str, Any]) -> Batch:
         """Returns a collated batch with the target's states: those of the store, or read ahead, or now. Texts with

@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, whole, step):
 
 TWO_DEVICES = {
     "evaluated": RESUMED | {"eval_prompts": 2, "eval_max_new_tokens": 6},
-    "autocast": PLAIN | {"bf16": True, "gradient_accumulation_steps": 5},
+    "packed": PLAIN | {"packing": True, "max_length": 40, "gradient_accumulation_steps": 5, "bf16": True},
 }
 
 
