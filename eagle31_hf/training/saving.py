@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +43,7 @@ CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 CHECK_EVERY = 10  # steps; weights are also looked at where they are saved or evaluated
 # Where fp16 losses are scaled, a step that overflows is skipped, and halves the scale, which begins at 2**16.
 LEAST_SCALE = 2.0**-16
+ARCHIVES = (".pt", ".pth", ".bin")  # of torch.save
 LEAST_ROOM = 2**20  # bytes: a disk with less room is full
 
 
@@ -160,19 +162,24 @@ def without_limit(args: TrainingArguments) -> Iterator[int | None]:
 @contextmanager
 def naming_unwritten(folder: Path) -> Iterator[None]:
     """A context in which libraries write into a folder. Where they cannot, torch's error says neither which file that
-    was nor why, and those of libraries in Rust do not say which: raises OSError with both, or with the folder and why.
+    was nor why, and those of libraries in Rust do not say which: raises OSError with the reason, and the file, if it is
+    the one archive that is not whole, or the folder.
     """
     try:
         yield
-    except Exception as error:  # of tokenizers it is no other
-        said = str(error)
+    except Exception as error:
+        said, place = str(error), folder
         is_of_torch = "inline_container" in said  # the file of torch's that writes archives
-        if not is_of_torch and "(os error " not in said:
+        # tokenizers raises no other class
+        is_of_rust = type(error) in (SafetensorError, Exception) and "(os error " in said
+        if not is_of_torch and not is_of_rust:
             raise
         is_full = f"(os error {errno.ENOSPC})" in said or shutil.disk_usage(folder).free < LEAST_ROOM
         number = errno.ENOSPC if is_full else errno.EIO
-        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        raise OSError(number, os.strerror(number), str(newest if is_of_torch else folder)) from error
+        torn = [path for path in folder.iterdir() if path.suffix in ARCHIVES and not is_zipfile(path)]
+        if is_of_torch and len(torn) == 1:
+            place = torn[0]
+        raise OSError(number, os.strerror(number), str(place)) from error
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
