@@ -25,7 +25,8 @@ from ..reports.text import terminal
 from ..reports.writing import write_report
 from ..storage.fingerprints import digest, weights_fingerprint
 from ..targets.context import context_of
-from .loading import load_causal_lm, load_tokenizer
+from ..training.images import images_of
+from .loading import load_causal_lm, load_processor, load_tokenizer
 from .parsing import (
     DTYPES,
     LARGEST,
@@ -84,7 +85,7 @@ def bench(
             raise ValueError(f"{option}: got {deepest}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     earlier = None if args.against is None else read_earlier(Path(args.against))
     loads = drafters_of(args)
-    target, prompts = loaded(args, loads)
+    target, prompts = loaded(args, loads, reads_images=engine is None)
     if max(args.concurrency, default=1) > len(prompts):
         raise ValueError(f"--concurrency: got {max(args.concurrency)}; expected at most {len(prompts)}, all prompts.")
     drafters = {label: load() for label, load in loads.items()}
@@ -130,18 +131,21 @@ def show_report(args: argparse.Namespace, facts: dict[str, Any], names: str, mak
     show(args, report.as_dict(), terminal(report))
 
 
-def loaded(args: argparse.Namespace, labels: Iterable[str]) -> tuple[Any, Prompts]:
-    """Returns target and prompts, once it is known that a report of them can be written. Raises ValueError where no
-    prompt is left that fits."""
+def loaded(args: argparse.Namespace, labels: Iterable[str], reads_images: bool = False) -> tuple[Any, Prompts]:
+    """Returns target and prompts, once it is known that a report of them can be written; `reads_images`: of prompts
+    with images, too, where the target reads them. Raises ValueError where no prompt is left that fits."""
     if args.resume and args.output is None:
         raise ValueError("--resume goes on with a report; expected --output with its folder.")
     if args.output is not None:
         check_installed()
         check_folder(Path(args.output), args.resume)
     progress(f"loading {args.target} and {' and '.join(labels)}")
-    tokenizer, target = load_tokenizer(args.target), load_causal_lm(args.target, dtype=args.dtype).to(args.device)
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, dict(args.template_option))
+    tokenizer = load_tokenizer(args.target)
+    target = load_causal_lm(args.target, reads_images, dtype=args.dtype).to(args.device)
+    vocab_size, options = target.config.get_text_config(decoder=True).vocab_size, dict(args.template_option)
+    processor = load_processor(args.target, None, target, tokenizer) if reads_images else tokenizer
+    images = images_of(target, processor, options)
+    renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, options, images)
     sources, room = read_sources(args.prompts, args.split), context_of(target) or LARGEST
     prompts = Prompts(args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, sources, progress)
     for reason, count in prompts.skips.taken().items():
@@ -173,7 +177,8 @@ def facts_of(
     """Returns what figures are of: models and prompts by their fingerprints, sizes, hardware and versions."""
     # what prompts are made of counts, too: longer contexts and other renderings are made of it
     words = [part for source in prompts.sources for part in (source.words, *source.later)]
-    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *words)
+    images = [part["image"].open().tobytes() for source in prompts.sources for part in source.images]
+    ids = digest(*(ids.numpy().tobytes() for ids in prompts.ids), *words, *images)
     # a folder may be another's, on another machine; what is in it counts
     models = {"target": (Path(args.target).name if Path(args.target).exists() else args.target, target)}
     models |= {f"drafter {label}": (label, drafter) for label, drafter in drafters.items()}

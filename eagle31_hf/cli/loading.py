@@ -15,7 +15,7 @@ from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
-from .parsing import DTYPES, add_path, add_reading, knob, reading_options
+from .parsing import DTYPES, add_path, add_reading, knob, progress, reading_options
 
 # the knobs that are options, and what their help says
 KNOBS = {
@@ -59,23 +59,52 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(source, revision=revision, mistral_format=False)
 
 
-def load_causal_lm(source: str, **options: Any) -> Any:
-    """Loads a target for evaluation; `options` are those of `from_pretrained`. Raises OSError and ValueError in plain
-    words."""
-    from transformers import AutoModelForCausalLM
+def load_processor(source: str, revision: str | None, target: Any, tokenizer: Any) -> Any:
+    """Loads the processor of a target that reads images, as it is loaded, and gives it the tokenizer. Returns this
+    alone for any other target, and where the processor cannot be loaded."""
+    from transformers import AutoProcessor
+
+    if "image" not in target.input_modalities:
+        return tokenizer
+    try:
+        processor = AutoProcessor.from_pretrained(source, revision=revision)
+    except Exception as error:  # as of a package that it needs
+        progress(f"{source}: images are not read, as its processor cannot be loaded ({' '.join(str(error).split())})")
+        return tokenizer
+    if hasattr(processor, "tokenizer"):
+        processor.tokenizer = tokenizer
+    return processor
+
+
+def auto_class(config: Any, reads_images: bool) -> Any:
+    """Returns transformers' class that loads a target: of models that read images where there is no causal language
+    model of its config, or where both are and images are to be read."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGES
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_for_images = type(config) in IMAGES and (reads_images or type(config) not in TEXT)
+    return AutoModelForImageTextToText if is_for_images else AutoModelForCausalLM
+
+
+def load_causal_lm(source: str, reads_images: bool = False, **options: Any) -> Any:
+    """Loads a target for evaluation, `reads_images`: as a model that does where there is one; `options` are those of
+    `from_pretrained`. Raises OSError and ValueError in plain words."""
+    from transformers import AutoConfig
 
     refuse_drafter(source, options.get("revision"))
     refuse_missing_weights(source)
     with reading(
         source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
     ):
-        return AutoModelForCausalLM.from_pretrained(source, **options).eval()
+        config = AutoConfig.from_pretrained(source, revision=options.get("revision"))
+        return auto_class(config, reads_images).from_pretrained(source, **options).eval()
 
 
 def load_outline(source: str, revision: str | None = None, dtype: str = "auto") -> Any:
     """Loads a target's configs, without its weights: a model on the meta device. Raises OSError and ValueError in plain
     words."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     refuse_drafter(source, revision)
     with reading(
@@ -84,7 +113,7 @@ def load_outline(source: str, revision: str | None = None, dtype: str = "auto") 
         config = AutoConfig.from_pretrained(source, revision=revision)
         dtypes = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
         with torch.device("meta"):
-            target = AutoModelForCausalLM.from_config(config, **dtypes).eval()
+            target = auto_class(config, reads_images=False).from_config(config, **dtypes).eval()
     with suppress(OSError):  # without one of its own, what its config says of generation is there already
         target.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
     return target

@@ -14,7 +14,7 @@ from ..training.prepare import prepare_data as prepare
 from ..training.records import check_apart
 from ..training.servers import EngineOptions
 from ..training.store import MANIFEST, check_store_folder
-from .loading import load_outline, load_tokenizer, sampling_options
+from .loading import load_outline, load_processor, load_tokenizer, sampling_options
 from .parsing import (
     DTYPES,
     add_device,
@@ -64,8 +64,9 @@ def prepare_data(args: argparse.Namespace) -> int:
         target, states_by = target_for(args, options, is_new=not Path(args.output, MANIFEST).is_file())
     else:  # data as it is needs none of the weights
         target, states_by = load_outline(args.target, args.revision, args.dtype), None
+    processor = tokenizer if states_by else load_processor(args.target, args.revision, target, tokenizer)
     prepared = prepare(
-        target, tokenizer, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
+        target, processor, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
     )
     report = asdict(prepared)
     if not is_spread(target) or PartialState().is_main_process:

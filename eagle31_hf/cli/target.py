@@ -29,7 +29,8 @@ def target_for(
     """
     if args.engine is None:
         progress(f"loading {args.target}")
-        return load_target(args, in_parts), None
+        reads_images = options.states and not options.regenerate
+        return load_target(args, in_parts, reads_images), None
     progress(f"reading the configs of {args.target}")
     outline = load_outline(args.target, args.revision, args.dtype)
     if not options.states:
@@ -79,9 +80,10 @@ def _refuse_loading(args: argparse.Namespace) -> None:
             )
 
 
-def load_target(args: argparse.Namespace, in_parts: bool = False) -> Any:
+def load_target(args: argparse.Namespace, in_parts: bool = False, reads_images: bool = False) -> Any:
     """Loads the target as the options of `add_loading` say: its device or devices, its dtype, quantized or not.
-    `in_parts`: each process reads and keeps a part of every weight, gathered while its layer runs."""
+    `in_parts`: each process reads and keeps a part of every weight, gathered while its layer runs. `reads_images`: as a
+    model that does, where there is one."""
     from transformers import BitsAndBytesConfig
     from transformers.distributed import DistributedConfig
 
@@ -89,7 +91,7 @@ def load_target(args: argparse.Namespace, in_parts: bool = False) -> Any:
         raise ValueError(
             "--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it."
         )
-    options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision}
+    options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision, "reads_images": reads_images}
     if args.load_in is not None:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])
     if args.tensor_parallel:

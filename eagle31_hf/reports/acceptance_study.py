@@ -22,6 +22,7 @@ from ..diagnostics.acceptance import counts_of
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..training.answers import stop_ids
+from ..training.images import on_target
 from ..training.kinds import Chat
 from ..training.skipped import Skipped
 from .document import Generation
@@ -138,16 +139,19 @@ class AcceptanceStudy(Study):
         for temperature in settings.temperatures:
             options = {"do_sample": True, "temperature": temperature}
             yield Condition(TEMPERATURE, f"temperature {temperature:g}", served, one_way, options)
+        # pixels of several prompts make a batch in ways that differ from target to target
+        texts = [each for source, each in zip(self.prompts.sources, ids, strict=True) if not source.images]
         for count in settings.concurrency:
-            groups = [ids[start : start + count] for start in range(0, len(ids) - count + 1, count)]
+            groups = [texts[start : start + count] for start in range(0, len(texts) - count + 1, count)]
             yield Condition(CONCURRENCY, f"{count} at once", dict(enumerate(groups)), one_way, is_timed=True)
 
     def _changed(self, change: Change) -> dict[int, Batch]:
-        """Returns the prompts that can be changed so, are not empty then, and leave room for an answer."""
+        """Returns the prompts without images that can be changed so, are not empty then, and leave room for an
+        answer."""
         found, most = dict[int, Batch](), self.prompts.room - self.prompts.answer
         for number, (source, ids) in enumerate(zip(self.prompts.sources, self.prompts.ids, strict=True)):
             with suppress(Skipped):  # what a template refuses
-                changed = change(self.prompts.renderer, source, ids, number)
+                changed = None if source.images else change(self.prompts.renderer, source, ids, number)
                 if changed is not None and 0 < len(changed) <= most:
                     found[number] = [changed]
         return found
@@ -207,28 +211,35 @@ class AcceptanceStudy(Study):
 
     def _decode(self, condition: Condition, number: int, who: Who, generate: Generate) -> Row:
         torch.manual_seed(number)  # of sampling
+        batch, count = condition.batches[number], self.settings.max_new_tokens
+        ids, options = self._inputs(batch, count, **condition.options)
         with track_acceptance() as stats:
             synchronize(self.target.device)
             began = time.perf_counter()
-            batch, count = condition.batches[number], self.settings.max_new_tokens
-            new = self._new_tokens(generate, batch, count, **condition.options)
+            new = generate(ids, **options)[:, ids.shape[1] :]
             synchronize(self.target.device)
             seconds = time.perf_counter() - began
         stops = stop_ids(self.target, None)
         # up to the token that ends the text: after it there is padding
         ends = [next((k + 1 for k, token in enumerate(row) if token in stops), len(row)) for row in new.tolist()]
-        ids = [row[:end] for row, end in zip(new.tolist(), ends, strict=True)]
-        return row_of(ids, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
+        texts = [row[:end] for row, end in zip(new.tolist(), ends, strict=True)]
+        return row_of(texts, seconds) | (counts_of(stats) if who[0] in self.drafters else {})
 
     def _new_tokens(self, generate: Generate, batch: Batch, max_new_tokens: int, **options: Any) -> Tensor:
-        """Returns the new tokens (B, N) that a function makes of the ids of a batch, padded in front."""
+        """Returns the new tokens (B, N) that a function makes of a batch."""
+        ids, options = self._inputs(batch, max_new_tokens, **options)
+        return generate(ids, **options)[:, ids.shape[1] :]
+
+    def _inputs(self, batch: Batch, max_new_tokens: int, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the ids of a batch (B, T), padded in front, and the arguments of generate() for it."""
         pad = self.target.generation_config.pad_token_id
         pad = min(stop_ids(self.target, None), default=0) if pad is None else pad
         ids = pad_sequence(batch, batch_first=True, padding_value=pad, padding_side="left")
         mask = pad_sequence([torch.ones_like(one) for one in batch], batch_first=True, padding_side="left")
         device = self.target.device
+        pixels = on_target(self.prompts.pixels_of(batch), device, self.target.dtype)
         settings = {"do_sample": False, "pad_token_id": pad, "max_new_tokens": max_new_tokens, **options}
-        return generate(ids.to(device), attention_mask=mask.to(device), **settings)[:, ids.shape[1] :]
+        return ids.to(device), {"attention_mask": mask.to(device), **pixels, **settings}
 
 
 def row_of(ids: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..demo import HELD_OUT, held_out_file
+from ..training.images import ImageRenderer, Pixels
 from ..training.kinds import ANSWER_COLUMNS, KINDS, Chat, Tokens, check_ids, check_text, parse_record, text_of
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
@@ -54,6 +55,11 @@ class Source:
         if self.chat is None:
             return self.text or ""
         return "\n".join(text_of(message) for message in self.chat.messages)
+
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """The parts of a chat's messages that are images; of others, none."""
+        return [] if self.chat is None else self.chat.images
 
 
 def read_sources(name: str, split: str | None = None) -> Iterator[tuple[int, Source | Skipped]]:
@@ -108,7 +114,7 @@ def _without_answer(record: Record) -> Source:
     ids = record.get("input_ids")
     if isinstance(ids, list) and not any(mark in record for mark in ANSWER_COLUMNS):
         record = {**record, "answers": [0] * len(ids)}
-    parsed = parse_record(record, QUESTIONS)
+    parsed = parse_record(record, QUESTIONS, no_images=None)
     if isinstance(parsed, Chat):
         return _asked(parsed.messages, parsed.tools)
     if not isinstance(parsed, Tokens):
@@ -133,7 +139,7 @@ def _with_context(question: Any, record: Record) -> Any:
 def _asked(question: Any, tools: list[Any] | None = None) -> Source:
     if isinstance(question, str):
         return Source(chat=Chat([{"role": "user", "content": question}]))
-    parsed = parse_record({"messages": question, "tools": tools})
+    parsed = parse_record({"messages": question, "tools": tools}, no_images=None)
     assert isinstance(parsed, Chat)
     roles = [message["role"] for message in parsed.messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)
@@ -147,15 +153,19 @@ def _asked(question: Any, tools: list[Any] | None = None) -> Source:
 class Renderer:
     """Makes token ids of prompts, as they are served: chats by the template, with what asks for an answer at the end;
     texts as the tokenizer has them, at most their first `num_tokens`. A chat for a tokenizer without a template is its
-    words. `template_options`: variables of the template, as `enable_thinking`."""
+    words. `template_options`: variables of the template, as `enable_thinking`. `images`: renders chats with images."""
 
     tokenizer: PreTrainedTokenizerBase
     num_tokens: int
     vocab_size: int
     template_options: dict[str, Any]
+    images: ImageRenderer = field(default_factory=ImageRenderer)
 
     def ids(self, source: Source) -> Tensor:
-        """Returns the prompt's ids (T,). Raises Skipped for an empty prompt, and for ids the target lacks."""
+        """Returns the prompt's ids (T,). Raises Skipped for an empty prompt, for ids the target lacks, and for images
+        that it does not read."""
+        if source.images and self.images.why_not is not None:
+            raise Skipped("holds more than text", f"a chat holds an image; {self.images.why_not}")
         ids = self._ids(source)
         if not len(ids) or source.text == "":
             raise Skipped(EMPTY)
@@ -165,10 +175,17 @@ class Renderer:
     def _ids(self, source: Source) -> Tensor:
         if source.ids is not None:
             return source.ids
+        if source.chat is not None and source.images:
+            return self.with_pixels(source.chat)[0]
         if source.chat is not None and self.tokenizer.chat_template is not None:
             return self.templated(source.chat)
         ids = self.plain(source.words)
         return ids if source.chat is not None else ids[: self.num_tokens]
+
+    def with_pixels(self, chat: Chat) -> tuple[Tensor, Pixels]:
+        """Returns the ids (T,) of a chat with images as serving renders it, and what the target reads besides."""
+        ids, pixels = self.images.inputs(self.images.opened(chat), add_generation_prompt=True)
+        return ids, pixels or {}
 
     def templated(self, chat: Chat) -> Tensor:
         """Returns the ids (T,) of a chat as serving renders it."""
@@ -234,6 +251,14 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def pixels_of(self, batch: list[Tensor]) -> Pixels:
+        """Returns what the target reads besides the ids of a batch where that is a prompt with images as it is served.
+        Images are read anew: the pixels of all prompts may not fit into memory."""
+        for source, ids in zip(self.sources, self.ids, strict=True):
+            if source.chat is not None and source.images and batch[0] is ids:
+                return self.renderer.with_pixels(source.chat)[1]
+        return {}
+
     def check_lengths(self, lengths: Iterable[int]) -> None:
         """Raises ValueError for a context that leaves no room for an answer, or that no prompt can be put in."""
         longest = self.room - self.answer
@@ -261,7 +286,7 @@ class Prompts:
                 yield number, longer
 
     def _lengthened(self, source: Source, ids: Tensor, number: int, num_tokens: int) -> Tensor | None:
-        if len(ids) >= num_tokens:
+        if len(ids) >= num_tokens or source.images:
             return None
         if source.text is not None:
             longer = replace(self.renderer, num_tokens=num_tokens).ids(source)

@@ -2,7 +2,7 @@
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .alike_texts import AlikeTexts
+from .images import NO_PIXELS, ImageRenderer, Pixels
 from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
 from .preparation_options import LEAST_TEXT, PreparationOptions
@@ -31,39 +32,55 @@ SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 @dataclass
 class ExampleMaker:
     """Makes examples, {"input_ids": (T,) int64, "answers": (T,) bool}, as `options` say. `stop_ids`: the ids a turn of
-    the target may end with."""
+    the target may end with. `images`: renders chats with images, whose examples have "pixels", too."""
 
     tokenizer: PreTrainedTokenizerBase
     options: PreparationOptions
     vocab_size: int
     stop_ids: set[int]
+    images: ImageRenderer = field(default_factory=ImageRenderer)
 
     def __post_init__(self):
         # In answers that are regenerated all else is a prompt.
         self.learns_all = self.options.mask == "all" and not self.options.regenerate
         self._texts_of_chat = AlikeTexts(self.tokenizer)
 
-    def examples(self, record: Record, index: int = 0) -> list[dict[str, Tensor]]:
+    def examples(self, record: Record, index: int = 0) -> list[dict[str, Any]]:
         """Makes the examples of one record: one of a chat, or one for each answer; of a text one for each piece of it.
 
         `index`: the record's place in the data, which decides about its augmentation. Raises Skipped for a record that
         gives no example, ValueError for what is wrong with more than the record.
         """
-        texts = self._texts(parse_record(record), index)
+        texts = self._texts(parse_record(record, no_images=self.images.why_not), index)
         for text in texts:
             check_ids(text.input_ids, self.vocab_size)
             if self.learns_all:
                 text.answers = torch.ones_like(text.answers)
+            text.answers = text.answers & ~self._of_images(text)
         # Once unrolled, an example is supervised where two tokens of an answer follow each other: the first of them is
         # never drafted.
         most = self.options.max_length
-        examples = [{name: part[:most].clone() for name, part in vars(text).items()} for text in texts]
+        examples = [
+            {"input_ids": text.input_ids[:most].clone(), "answers": text.answers[:most].clone()}
+            | ({} if text.pixels is None else {"pixels": text.pixels})
+            for text in texts
+        ]
         kept = [example for example in examples if loss_mask(example["answers"][None], 0).any()]
         if not kept:
             is_long = any(len(text.input_ids) > most for text in texts)
             is_silent = not any(text.answers.any() for text in texts)
             raise Skipped("no answer" if is_silent else "over-long prompt" if is_long else "too short")
         return kept
+
+    def _of_images(self, text: Tokens) -> Tensor:
+        """Returns which tokens stand for images (T,). Raises Skipped where they are there without pixels, or the other
+        way round, and where an image lies beyond the most tokens of an example."""
+        found = torch.isin(text.input_ids, self.images.ids)
+        if bool(found.any()) != (text.pixels is not None):
+            raise Skipped(NO_PIXELS if text.pixels is None else "images without tokens of their own")
+        if found[self.options.max_length :].any():
+            raise Skipped("over-long prompt", f"an image ends after {self.options.max_length} tokens, max_length.")
+        return found
 
     def _texts(self, parsed: Chat | str | Tokens, index: int) -> list[Tokens]:
         if isinstance(parsed, Chat):
@@ -81,6 +98,8 @@ class ExampleMaker:
     def _chat(self, chat: Chat, index: int) -> list[Tokens]:
         if not chat.messages:
             raise Skipped("no answer")
+        if chat.images:
+            return self._by_prefixes(self.images.opened(chat))
         has_template, has_bos = RENDERINGS[self._rendering(index)]
         texts = self._templated(chat) if has_template else [self._bare(chat)]
         bos = self.tokenizer.bos_token_id
@@ -132,6 +151,8 @@ class ExampleMaker:
 
     def _rendered(self, chat: Chat, num_messages: int | None = None, **options: Any) -> list[int]:
         """Returns the ids of the first messages of a chat, by default of all."""
+        if chat.images:
+            return self.images.inputs(chat, num_messages, **options)[0].tolist()
         text = self._render(chat, num_messages, tokenize=False, **options)
         with refused_by("template"):
             return self._texts_of_chat.ids(text)
@@ -151,21 +172,31 @@ class ExampleMaker:
     def _by_prefixes(self, chat: Chat) -> list[Tokens]:
         """Renders the chat; an answer is what its message adds to the prompt before it. Returns one text where no later
         message changes that, else one for each answer."""
-        text = self._render(chat, tokenize=False)
-        with refused_by("template"):
-            whole = self._texts_of_chat.set_reference(text)
+        whole, pixels = self._reference(chat)
         turns = []
         for number, message in enumerate(chat.messages):
             # Nobody asks a target to speak first.
             if number and message["role"] == "assistant" and any(message.get(name) for name in SAID):
                 is_last = number + 1 == len(chat.messages)
-                turns.append(self._turn(chat, number, whole if is_last else None))
-        if any(whole[: len(ids)] != ids for ids, _ in turns):
-            return [_tokens(ids, answers) for ids, answers in turns]
+                turns.append((number, *self._turn(chat, number, whole if is_last else None)))
+        if any(whole[: len(ids)] != ids for _, ids, _ in turns):
+            return [
+                _tokens(ids, marks, self.images.inputs(chat, number + 1)[1] if pixels else None)
+                for number, ids, marks in turns
+            ]
         answers = [False] * len(whole)
-        for _, marks in turns:
+        for _, _, marks in turns:
             answers[: len(marks)] = [old or new for old, new in zip(answers, marks, strict=False)]
-        return [_tokens(whole, answers)]
+        return [_tokens(whole, answers, pixels)]
+
+    def _reference(self, chat: Chat) -> tuple[list[int], Pixels | None]:
+        """Returns the ids of a chat, which its beginnings are compared with, and the pixels of its images."""
+        if chat.images:
+            ids, pixels = self.images.inputs(chat)
+            return ids.tolist(), pixels
+        text = self._render(chat, tokenize=False)
+        with refused_by("template"):
+            return self._texts_of_chat.set_reference(text), None
 
     def _turn(self, chat: Chat, number: int, ids: list[int] | None = None) -> tuple[list[int], list[bool]]:
         """Renders the chat up to the end of a message, as it is when the target has just given it: the only answer.
@@ -192,5 +223,5 @@ class ExampleMaker:
         return end
 
 
-def _tokens(ids: list[int], answers: list[bool]) -> Tokens:
-    return Tokens(torch.tensor(ids, dtype=torch.long), torch.tensor(answers, dtype=torch.bool))
+def _tokens(ids: list[int], answers: list[bool], pixels: Pixels | None = None) -> Tokens:
+    return Tokens(torch.tensor(ids, dtype=torch.long), torch.tensor(answers, dtype=torch.bool), pixels)

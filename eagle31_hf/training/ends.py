@@ -4,8 +4,10 @@ B sequences, T tokens, ht target width, V target vocabulary.
 """
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -74,11 +76,18 @@ def find_scoring(target: PreTrainedModel) -> Scoring:
     return found
 
 
-def last_state(target: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Returns the states (B, T, ht) that enter the head for tokens (B, T), after the target's final norm."""
+def last_state(target: PreTrainedModel, tokens: Tensor, pixels: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Returns the states (B, T, ht) that enter the head for tokens (B, T), after the target's final norm. `pixels`:
+    what the target reads besides, where tokens stand for images."""
     owner: Any = target
     decoder = next((part for part in (owner.get_decoder(), owner.base_model) if part is not owner), None) or owner.model
-    return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    if pixels is None:
+        return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    found = list[Tensor]()
+    few = {"logits_to_keep": 1} if "logits_to_keep" in signature(owner.forward).parameters else {}
+    with decoder.register_forward_hook(lambda module, args, output: found.append(output.last_hidden_state)):
+        owner(input_ids=tokens, use_cache=False, **pixels, **few)  # the decoder alone reads text
+    return found[-1]
 
 
 def parts_of(target: Any) -> dict[str, Tensor]:

@@ -11,19 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..images import Picture
 from .records import Record
 from .skipped import Skipped
 
 SHORT = Repr()
 SHORT.maxstring = SHORT.maxother = 60
+ONLY_TEXT = "expected text: a drafter is trained on tokens, and those of images mean nothing without their pixels."
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a part that is an image, by transformers and two APIs
+SOURCES = ("image", "path", "url", "base64", "image_url")  # fields of such a part that may say which image it is
 
 
 @dataclass
 class Chat:
-    """A chat: messages as chat templates take them, and the tools offered in it."""
+    """A chat: messages as chat templates take them, and the tools offered in it. Parts of a message that are images
+    have a `Picture` under "image"."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """The parts of its messages that are images, in their order."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return [part for part in parts if part.get("type") == "image"]
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -34,10 +46,12 @@ def text_of(message: dict[str, Any]) -> str:
 
 @dataclass
 class Tokens:
-    """A text as tokens: `input_ids` (T,) int64; `answers` (T,) bool, which of them belong to answers."""
+    """A text as tokens: `input_ids` (T,) int64; `answers` (T,) bool, which of them belong to answers; `pixels`: what
+    the target reads besides, where images are in it."""
 
     input_ids: Tensor
     answers: Tensor
+    pixels: Mapping[str, Tensor] | None = None
 
 
 ROLES = {
@@ -166,23 +180,61 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
                 "content is no text",
                 f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.",
             )
-        kinds = [str(part.get("type", "text")) for part in content]  # "input_text" of one API, "output_text" of another
-        media = next((kind for kind in kinds if not kind.endswith("text")), None)
-        if media is not None:
-            raise Skipped(
-                "holds more than text",
-                f"content holds a part of type {SHORT.repr(media)}; expected text: a drafter is trained on tokens, and"
-                " those of images or sounds mean nothing without them.",
-            )
-    else:
-        _string(content, "content")
+        # None where a part lacks what others of its column have
+        parts = [{name: value for name, value in part.items() if value is not None} for part in content]
+        return message | {"content": [_part(part) for part in parts]}
+    _string(content, "content")
     return message
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """Returns a part of a message that is text as it is, one that is an image as {"type": "image"} with its `Picture`,
+    if it says which image it is."""
+    kind = str(part.get("type", "text"))  # "input_text" of one API, "output_text" of another
+    if kind.endswith("text"):
+        return part
+    if kind not in IMAGE_PARTS:
+        raise Skipped("holds more than text", f"content holds a part of type {SHORT.repr(kind)}; {ONLY_TEXT}")
+    name = next((name for name in SOURCES if name in part), None)
+    if name is None:
+        return {"type": "image"}
+    source = part[name]["url"] if isinstance(part[name], Mapping) and "url" in part[name] else part[name]
+    return {"type": "image", "image": _picture(f"data:,{source}" if name == "base64" else source)}
+
+
+def _picture(source: Any) -> Picture:
+    """Returns an image of any source that a `Picture` has."""
+    if isinstance(source, Picture):
+        return source
+    is_file = isinstance(source, Mapping) and bool({"bytes", "path"} & source.keys())
+    if not (is_file or isinstance(source, str | bytes) or hasattr(source, "convert")):  # the last: an image of Pillow
+        raise Skipped("an image of no known kind", f"an image is {SHORT.repr(source)}; expected a path or its bytes.")
+    return Picture(source)
 
 
 def _chat(record: Record, turns: Any, name: str) -> Chat:
     if not isinstance(turns, list | tuple):
         raise Skipped(f"{name} is no list", f"{name} is {SHORT.repr(turns)}; expected a list of messages.")
     return Chat([_message(turn) for turn in turns], _tools(record.get("tools")))
+
+
+def _beside(record: Record) -> list[Any]:
+    """Returns the images that stand in a column beside the messages, for their parts that name none."""
+    given = record.get("images", record.get("image"))
+    return list(given) if isinstance(given, list | tuple) else [given] if given else []
+
+
+def _place_images(chat: Chat, given: list[Any]) -> None:
+    """Puts images into the parts of a chat that name none. Raises Skipped where they are not as many."""
+    places = [part for part in chat.images if "image" not in part]
+    if len(given) != len(places):
+        raise Skipped(
+            "images and their places differ in number",
+            f"{len(given)} images stand beside the messages, and {len(places)} parts of type 'image' name none;"
+            " expected as many.",
+        )
+    for part, source in zip(places, given, strict=True):
+        part["image"] = _picture(source)
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -224,13 +276,18 @@ KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
 }
 
 
-def parse_record(record: Record, others: Iterable[str] = ()) -> Chat | str | Tokens:
+def parse_record(record: Record, others: Iterable[str] = (), no_images: str | None = ONLY_TEXT) -> Chat | str | Tokens:
     """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
-    fields of other types; `others`: columns that a caller reads besides, for the message."""
+    fields of other types; `others`: columns that a caller reads besides, for the message. `no_images`: why chats with
+    images are none for the caller, who else (None) reads their pixels."""
     found = {name for name, value in record.items() if value is not None}
     for columns, read in KINDS.items():
         if found.issuperset(columns):
             parsed = read(record)
+            if isinstance(parsed, Chat) and (parsed.images or _beside(record)):
+                if no_images is not None:
+                    raise Skipped("holds more than text", f"a chat holds an image; {no_images}")
+                _place_images(parsed, _beside(record))
             if not isinstance(parsed, Tokens):
                 check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
             return parsed

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..targets.ends import execution_device
 from .ends import is_spread
@@ -67,7 +67,7 @@ class Prepared:
 
 def prepare_data(
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     source: str | None,
     output: str | Path,
     options: PreparationOptions | None = None,
@@ -78,14 +78,15 @@ def prepare_data(
 ) -> Prepared:
     """Makes the shards that are missing in the store `output`; run again, it goes on.
 
-    `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the shards whose
-    number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the first ones of
-    each reason are told to `progress`, with file and line. `states_by`: servers that give the states in the target's
-    place; a target that neither answers nor gives states may be without weights, on the meta device. Where the target
-    is spread over several processes, all of them call this with the same arguments: they make every shard together,
-    and the first one writes it. Raises ValueError for a `part` of such a target, where `output` holds something else,
-    where no record gives an example, and for an engine that does not give the target's answers; RuntimeError where its
-    servers fail.
+    `tokenizer`: or the target's processor, which has it; with that and `states` in the options chats with images are
+    read, too. `source`: what `read_records` reads, or None where all chats are self-prompted. `part`: makes only the
+    shards whose number is part[0] modulo part[1]. A record that gives no example is counted with its reason, and the
+    first ones of each reason are told to `progress`, with file and line. `states_by`: servers that give the states in
+    the target's place; a target that neither answers nor gives states may be without weights, on the meta device. Where
+    the target is spread over several processes, all of them call this with the same arguments: they make every shard
+    together, and the first one writes it. Raises ValueError for a `part` of such a target, where `output` holds
+    something else, where no record gives an example, and for an engine that does not give the target's answers;
+    RuntimeError where its servers fail.
     """
     options = (options or PreparationOptions()).for_target(target)
     of_all, is_writer = _roles(target, options, part)

@@ -190,7 +190,8 @@ def _records_digest(made_of: Mapping[str, Any], num_records: int) -> str:
     """Returns a digest of records: the identity of the data they are of, their number, and where the target's words
     are in them, how these were drawn. `made_of`: as a store's manifest says it."""
     drawn = [made_of["seed"], made_of.get("self_prompts", 0)] if made_of["regenerate"] else None
-    return digest(repr([made_of["data"], num_records, drawn]))
+    files = [made_of["images"]] if "images" in made_of else []  # which the data only names
+    return digest(repr([made_of["data"], num_records, drawn, *files]))
 
 
 def _held_out(indices: list[int]) -> dict[str, str]:

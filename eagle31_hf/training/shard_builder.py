@@ -12,22 +12,24 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..seeding import seeded
 from ..storage.fingerprints import digest, tokenizer_fingerprint, weights_fingerprint
 from ..targets.ends import shape_of
 from .answers import AnswerGenerator, AnswerSource, seed_of, stop_ids
 from .chats import ExampleMaker
+from .ends import is_spread
 from .engine_states import EngineStates
 from .engines import EngineAnswers
-from .kinds import Chat, parse_record
+from .images import NO_PIXELS, files_digest, images_of, tokenizer_of
+from .kinds import ONLY_TEXT, Chat, parse_record
 from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
 from .records import Record, Records, identity
 from .regenerate import Beginning, first_prompt, regenerate
 from .self_prompts import SelfPrompt, first_token
 from .servers import Servers, Tell
-from .skipped import Skipped, Skips
+from .skipped import Skipped, Skips, refused_by
 from .store import Columns, Manifest
 from .target import TargetReader
 
@@ -53,11 +55,12 @@ def each_record(
 
 @dataclass
 class ShardBuilder:
-    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `tell` is told of
-    servers that fail. `states_by`: gives the states in the target's place."""
+    """Makes the examples of a store's shards; `options` are those of the target, see `for_target`. `processor`: the
+    target's, or its tokenizer. `tell` is told of servers that fail. `states_by`: gives the states in the target's
+    place."""
 
     target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    processor: PreTrainedTokenizerBase | ProcessorMixin
     records: Records
     options: PreparationOptions
     skips: Skips
@@ -66,13 +69,16 @@ class ShardBuilder:
 
     def __post_init__(self):
         options = self.options
+        self.tokenizer = tokenizer_of(self.processor)
         vocab_size, _ = shape_of(self.target.get_input_embeddings())
         stops = {*stop_ids(self.target, self.tokenizer)}
-        self.maker = ExampleMaker(self.tokenizer, options, vocab_size, stops)
-        self.generator = self._answer_source() if options.regenerate else None
         self.reader: TargetReader | EngineStates | None = None
         if options.states:
             self.reader = self.states_by or TargetReader(self.target, options.layer_ids, reads_alike=True)
+        why_not = _why_no_images(self.target, options, self.reader)
+        images = images_of(self.target, self.processor, options.template, why_not)
+        self.maker = ExampleMaker(self.tokenizer, options, vocab_size, stops, images)
+        self.generator = self._answer_source() if options.regenerate else None
 
     def _answer_source(self) -> AnswerSource:
         if self.options.engine is None:
@@ -108,7 +114,7 @@ class ShardBuilder:
         size = self.options.records_per_shard or RECORDS_PER_SHARD
         numbers = range(index * size, min((index + 1) * size, len(self.records)))
         if self.generator is None:
-            made = each_record(self.records, numbers, self.maker.examples, self.skips)
+            made = each_record(self.records, numbers, self._examples, self.skips)
             examples = [example for _, of_record in made for example in of_record]
         else:
             with seeded(seed_of(self.options.seed, index)):
@@ -116,6 +122,9 @@ class ShardBuilder:
         if self.reader is not None:
             self._add_states(self.reader, examples)
         return examples, self.skips.taken()
+
+    def _examples(self, record: Record, number: int) -> list[Columns]:
+        return _with_images_read(self.reader, self.maker.examples(record, number))
 
     @property
     def needs_target(self) -> bool:
@@ -131,7 +140,13 @@ class ShardBuilder:
         answered = regenerate(
             source, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal)
         )
-        examples = [{**example} for of_chat in answered for example in of_chat]
+        examples = list[Columns]()
+        for (number, _), of_chat in zip(chats, answered, strict=True):
+            for example in of_chat:
+                if torch.isin(example["input_ids"], self.maker.images.ids).any():
+                    self.skips.add(number, NO_PIXELS)
+                else:
+                    examples.append({**example})
         if self.options.mask == "all":
             for example in examples:
                 example["answers"] = torch.ones_like(example["answers"])
@@ -172,9 +187,10 @@ class ShardBuilder:
         return True
 
     def _add_states(self, reader: TargetReader | EngineStates, examples: list[Columns]) -> None:
-        """Adds the target's states to the examples: `batch_size` of like length are read together, servers are asked
-        for all of them at once."""
-        order = sorted(examples, key=lambda example: -len(example["input_ids"]))
+        """Adds the target's states to the examples without any: `batch_size` of like length are read together, servers
+        are asked for all of them at once."""
+        bare = [example for example in examples if "states" not in example]
+        order = sorted(bare, key=lambda example: -len(example["input_ids"]))
         size = self.options.batch_size if isinstance(reader, TargetReader) else max(1, len(order))
         for start in range(0, len(order), size):
             batch = order[start : start + size]
@@ -210,6 +226,9 @@ class ShardBuilder:
             "chat_template": None if options.chat_template is None else digest(options.chat_template),
             "stop_ids": sorted(self.maker.stop_ids),
         }
+        files = None if self.maker.images.why_not else files_digest(self.records)
+        if files is not None:
+            made_of["images"] = files
         if options.template_options:
             made_of["template_options"] = options.template_options
         if options.self_prompts:
@@ -238,3 +257,28 @@ class ShardBuilder:
 
 def _end_of_prompt(example: Columns) -> int:
     return int(example["answers"].int().argmax()) or len(example["answers"]) // 2
+
+
+def _why_no_images(
+    target: PreTrainedModel, options: PreparationOptions, reader: TargetReader | EngineStates | None
+) -> str | None:
+    """Returns why chats with images are left out, None where the target reads their pixels."""
+    if not isinstance(reader, TargetReader):
+        return f"{ONLY_TEXT} The target reads these for prepare-data --states, without an engine; train on its store."
+    if options.regenerate:
+        return f"{ONLY_TEXT} The target is asked for answers without these; expected data whose answers stay."
+    if is_spread(target):
+        return f"{ONLY_TEXT} They are read by one process; expected a target that is whole in every process."
+    return None
+
+
+def _with_images_read(reader: TargetReader | EngineStates | None, examples: list[dict[str, Any]]) -> list[Columns]:
+    """Returns the examples of a record, those with images with the target's states in place of their pixels, of which
+    no more than one record's are kept so."""
+    for example in examples:
+        pixels = example.pop("pixels", None)
+        if pixels is not None:
+            assert isinstance(reader, TargetReader)
+            with refused_by("target", ValueError):
+                example["states"], example["last_states"] = reader.of_images(example["input_ids"], pixels)
+    return examples

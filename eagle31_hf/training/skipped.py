@@ -25,14 +25,14 @@ class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this r
 
 
 @contextmanager
-def refused_by(what: str) -> Iterator[None]:
-    """Raises Skipped instead of whatever a template or a tokenizer (`what`) raises in the block: a template is a
-    program that came with the model, and tokenizers raise plain `Exception`."""
+def refused_by(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Raises Skipped instead of the `errors` that `what` raises in the block, by default whatever a template or a
+    tokenizer does: a template is a program that came with the model, and tokenizers raise plain `Exception`."""
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:
+    except errors as error:
         said = " ".join(str(error).encode("ascii", "backslashreplace").decode().split()) or type(error).__name__
         raise Skipped(f"{what} refused it: {said[:LONGEST]}") from None
 

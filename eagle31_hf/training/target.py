@@ -17,6 +17,7 @@ from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, is_spread, last_state, tensor_parallel_group
 from .engine_states import StreamedStates
+from .images import NO_PIXELS, Pixels, image_ids, on_target
 from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
 
@@ -62,6 +63,7 @@ class TargetReader:
         self.is_apart = drafters != self.device and not self.in_lockstep
         self.scoring = find_scoring(target)
         self.ends = ends_of(target, drafters if self.is_apart else None)
+        self.image_ids = image_ids(target.config)
         probe = torch.zeros(1, 2, dtype=torch.long)
         # fails here, before training, if its layers have no states to read
         self.read(probe, torch.ones_like(probe))
@@ -70,8 +72,14 @@ class TargetReader:
     def read(self, input_ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the aux hidden states (B, T, n*ht) and the states that enter the head (B, T, ht) of tokens (B, T).
 
-        `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero.
+        `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero. Raises ValueError for tokens
+        that stand for images.
         """
+        if torch.isin(input_ids, self.image_ids.to(input_ids.device)).any():
+            raise ValueError(
+                f"rows hold {NO_PIXELS}, which mean nothing to the target; expected text, or a store with the target's"
+                " states, and no target beside it: prepare-data --states reads the pixels."
+            )
         groups = groups_of(texts_of(documents), documents.numel())
         states = last = None
         for group in self._same_number(groups):
@@ -94,7 +102,15 @@ class TargetReader:
         found = zip(texts, *self.read(ids, documents), strict=True)
         return [(states[: len(text)], last[: len(text)]) for text, states, last in found]
 
-    def _run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def of_images(self, text: Tensor, pixels: Pixels) -> tuple[Tensor, Tensor]:
+        """Returns what `of_texts` does of one text (T,) in which images are, read with their `pixels`; what these have
+        for each token may go on after its end."""
+        given = on_target(pixels, self.device, self.target.dtype, len(text))
+        states, last = (found[0].to(text.device) for found in self._run(text[None], given))
+        return states, last
+
+    def _run(self, tokens: Tensor, pixels: Pixels | None = None) -> tuple[Tensor, Tensor]:
         """Returns the aux hidden states (M, L, n*ht) and last states (M, L, ht) of texts (M, L); runs other processes'
         texts, too, where it has to."""
         own, of_all = 0, [tokens]
@@ -104,7 +120,7 @@ class TargetReader:
             torch.distributed.all_gather_object(of_all, tokens.cpu(), self.group)
         for rank, texts in enumerate(of_all):
             with capture_states(self.target, self.layer_ids) as captured:
-                final = last_state(self.target, texts.to(self.device))
+                final = last_state(self.target, texts.to(self.device), pixels)
             if rank == own:
                 found = captured.take(), final
         return found

@@ -20,6 +20,7 @@ from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .ends import TargetEnds
 from .evaluation import Evaluation, TrainingFigures, served, share_of
+from .images import image_ids
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
@@ -66,6 +67,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         args._n_gpu = min(args.n_gpu, 1)  # several devices without a launcher are the target's
         self.target = target
         self.reader = source_of_states(model, target, args, train_dataset)
+        self._image_ids = image_ids(getattr(self.reader, "ends", self.reader).config)
         freeze(model, args)
         if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedExamples):
             train_dataset = PackedExamples(train_dataset, args.max_length)
@@ -121,7 +123,8 @@ class Eagle31Trainer(CheckpointingTrainer):
         samples = self._batches.take(epoch_iterator, num_batches)
         self._figures.add_waiting(monotonic() - began)
         draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
-        samples = [as_trained(batch, self.args.train_prompts, self.position_reach, draws) for batch in samples]
+        how = self.args.train_prompts, self._image_ids, self.position_reach, draws
+        samples = [as_trained(batch, *how) for batch in samples]
         for batch in samples:
             self._figures.begin(batch["documents"])
         if isinstance(self.reader, TargetReader) and self.reader.is_apart:
@@ -247,12 +250,15 @@ def source_of_states(
     return reader
 
 
-def as_trained(batch: dict[str, Tensor], all_tokens: bool, reach: int, draws: torch.Generator) -> dict[str, Tensor]:
-    """Returns a batch as it is trained on: `all_tokens` of a text are an answer, and `skips` spread positions up to
-    `reach`. Raises ValueError for a collator's batch that lacks a column."""
+def as_trained(
+    batch: dict[str, Tensor], all_tokens: bool, image_ids: Tensor, reach: int, draws: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns a batch as it is trained on: `all_tokens` of a text are an answer but those of images, and `skips` spread
+    positions up to `reach`. Raises ValueError for a collator's batch that lacks a column."""
     check_columns(batch)
     if all_tokens:
-        batch = batch | {"answers": batch["documents"] > 0}
+        ids = batch["input_ids"]
+        batch = batch | {"answers": (batch["documents"] > 0) & ~torch.isin(ids, image_ids.to(ids.device))}
     return batch | {"skips": position_skips(batch["documents"], reach, draws)} if reach else batch
 
 

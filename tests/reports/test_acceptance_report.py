@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import vision
 from conftest import build_drafter, build_target
 from reports.studies import tiny_prompts
 
@@ -27,6 +28,7 @@ from eagle31_hf.reports.acceptance_study import (
     Condition,
     Decoded,
     Settings,
+    row_of,
 )
 from eagle31_hf.reports.against import against, read_earlier
 from eagle31_hf.reports.document import GOOD, NOTE, WARNING, Generation
@@ -35,6 +37,8 @@ from eagle31_hf.reports.perturbed import FOREIGN, PERTURBATIONS
 from eagle31_hf.reports.prompts import Prompts, Renderer
 from eagle31_hf.reports.rivals import RIVALS
 from eagle31_hf.reports.writing import write_report
+from eagle31_hf.training.fresh import new_drafter
+from eagle31_hf.training.images import images_of
 
 TOKENS = 9
 WAYS = (Shape(2), Shape(3, 2, 6), AUTO_SHAPE)
@@ -397,6 +401,33 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path, monkeypatch):
     answer = tokenizer.decode(first, skip_special_tokens=True).strip()
     assert number == 0
     assert tokenizer.decode(ids) == f"<user>def one():<assistant>{answer}<user>again<a>"
+
+
+def test_prompts_with_images_are_decoded_with_their_pixels(tmp_path):
+    """As they are served, and sampled; other conditions are of the prompts without images."""
+    target, processor = vision.build_target("LLaVA"), vision.build_processor("LLaVA")
+    chats = [[vision.asked("abc", path=vision.write_image(tmp_path / f"{i}.png", i))] for i in range(2)]
+    texts = [[{"role": "user", "content": words}] for words in ("abcd", "dcba")]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (*chats, *texts)))
+    renderer = Renderer(processor.tokenizer, 20, vision.VOCAB, {}, images_of(target, processor, {}))
+    prompts = Prompts(str(path), renderer, 9, 60, 6)
+    settings = Settings((Shape(2),), Shape(2), 6, temperatures=(0.8,), concurrency=(2,))
+    study = AcceptanceStudy(target, prompts, Journal(None, {}), settings, {"one": new_drafter(target)})
+    found = study.measure()
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    expected = []
+    for chat in chats:
+        inputs = processor.apply_chat_template(chat, **options)
+        text = target.generate(**inputs, max_new_tokens=6, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        expected.append(row_of(text.tolist(), 0.0)["text"])
+    assert expected[0] != expected[1]
+    for rows in found[SERVED].rows.values():
+        assert [row["text"] for row in rows[:2]] == expected
+    numbers = {name: [*decoded.condition.batches] for name, decoded in found.items()}
+    assert numbers[SERVED] == numbers["temperature 0.8"] == [0, 1, 2, 3]
+    assert numbers["2 at once"] == [0]
+    assert all(number > 1 for name in PERTURBATIONS for number in numbers.get(name, []))
 
 
 def test_rivals_give_the_targets_text_and_a_line_each(monkeypatch):
