@@ -166,9 +166,12 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
     records["over-long prompt"][0]["content"].pop(0)
     others = [[asked("abc", path=path), answer] for path in (str(bad), "https://example.com/a.png")]
     good = [asked("abc", path=picture), answer]
-    done = prepare(llava, tmp_path / "of", [{"messages": each} for each in (*records.values(), *others, good)])
+    chats = [{"messages": each} for each in (*records.values(), *others, good)]
+    chats.append({"messages": [{"role": "user", "content": "abc"}, answer], "images": [picture]})
+    done = prepare(llava, tmp_path / "of", chats)
     assert done.rows == 1
-    assert done.skipped == dict.fromkeys(records, 1) | {"an image that cannot be read": 3}
+    more = {"an image that cannot be read": 3, "images and their places differ in number": 2}
+    assert done.skipped == dict.fromkeys(records, 1) | more
 
 
 def test_without_pixels_no_chat_with_images_is_trained_on(llava, picture, tmp_path):
