@@ -8,12 +8,10 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from .kinds import ONLY_TEXT, Chat, parse_record
 from .records import Records
@@ -28,12 +26,6 @@ def image_ids(config: Any) -> Tensor:
     """Returns the token ids that stand for images, by a target's config: (N,) int64, none for one that reads text."""
     found = {getattr(config, name, None) for name in IMAGE_IDS} - {None}
     return torch.tensor(sorted(found), dtype=torch.long)
-
-
-def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a processor, or the tokenizer that is given in its place."""
-    tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
-    return tokenizer
 
 
 def on_target(
@@ -76,8 +68,10 @@ class ImageRenderer:
 
 def images_of(target: Any, processor: Any, template: Mapping[str, Any], why_not: str | None = None) -> ImageRenderer:
     """Returns what renders chats with images for a target, as it is loaded. `why_not`: why the caller reads none."""
-    if "image" not in getattr(target, "input_modalities", ()) or not hasattr(processor, "image_processor"):
-        why_not = "expected text, which is all that the target or its processor, as they are loaded, read."
+    if "image" not in getattr(target, "input_modalities", ()):
+        why_not = f"expected text, which is all that {type(target).__name__} reads."
+    elif why_not is None and not hasattr(processor, "image_processor"):
+        why_not = f"expected text: there is no processor beside {type(target).__name__} that reads images."
     return ImageRenderer(processor, template, image_ids(target.config), why_not)
 
 
@@ -108,12 +102,7 @@ def files_digest(records: Records) -> str | None:
             path = part["image"].path
             if path is not None:
                 found = True
-                sha.update(_digest_of(path))
+                sha.update(b"/")
+                with suppress(OSError, ValueError):  # its chat is skipped later
+                    sha.update(hashlib.sha256(path.read_bytes()).digest())
     return sha.hexdigest() if found else None
-
-
-def _digest_of(path: Path) -> bytes:
-    try:
-        return hashlib.sha256(path.read_bytes()).digest()
-    except (OSError, ValueError):  # its chat is skipped later
-        return bytes(32)

@@ -206,8 +206,8 @@ def _picture(source: Any) -> Picture:
     """Returns an image of any source that a `Picture` has."""
     if isinstance(source, Picture):
         return source
-    is_file = isinstance(source, Mapping) and bool({"bytes", "path"} & source.keys())
-    if not (is_file or isinstance(source, str | bytes) or hasattr(source, "convert")):  # the last: an image of Pillow
+    fields = (source.get("bytes"), source.get("path")) if isinstance(source, Mapping) else (source,)
+    if not any(isinstance(value, str | bytes) or hasattr(value, "convert") for value in fields):  # as Pillow's have it
         raise Skipped("an image of no known kind", f"an image is {SHORT.repr(source)}; expected a path or its bytes.")
     return Picture(source)
 

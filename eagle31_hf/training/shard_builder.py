@@ -22,7 +22,7 @@ from .chats import ExampleMaker
 from .ends import is_spread
 from .engine_states import EngineStates
 from .engines import EngineAnswers
-from .images import NO_PIXELS, files_digest, images_of, tokenizer_of
+from .images import NO_PIXELS, files_digest, images_of
 from .kinds import ONLY_TEXT, Chat, parse_record
 from .preparation_options import RECORDS_PER_SHARD, PreparationOptions
 from .records import Record, Records, identity
@@ -69,7 +69,7 @@ class ShardBuilder:
 
     def __post_init__(self):
         options = self.options
-        self.tokenizer = tokenizer_of(self.processor)
+        self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         vocab_size, _ = shape_of(self.target.get_input_embeddings())
         stops = {*stop_ids(self.target, self.tokenizer)}
         self.reader: TargetReader | EngineStates | None = None
@@ -264,7 +264,7 @@ def _why_no_images(
 ) -> str | None:
     """Returns why chats with images are left out, None where the target reads their pixels."""
     if not isinstance(reader, TargetReader):
-        return f"{ONLY_TEXT} The target reads these for prepare-data --states, without an engine; train on its store."
+        return f"{ONLY_TEXT} These are read by prepare-data --states, without an engine; train on the store it makes."
     if options.regenerate:
         return f"{ONLY_TEXT} The target is asked for answers without these; expected data whose answers stay."
     if is_spread(target):

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import transformers
+from close import FORWARD, assert_close
 from conftest import PROMPT
 from families import (
     ASKED,
@@ -27,6 +28,8 @@ from families import (
 from packaging.version import Version
 
 from eagle31_hf.targets import probe
+from eagle31_hf.targets.layers import capture_states
+from eagle31_hf.training.target import TargetReader
 
 IMAGE_TOKEN = VOCAB - 1  # as `families.build_target` configures it
 TEXT_AROUND = ([1, 0], [4, 5, 3, 8, 2])
@@ -36,6 +39,8 @@ BATCH = 4
 # run for one family a mask: without a window, with one everywhere, with one in some layers, of latent keys, with
 # positions on three axes, in step. `family_table.py` has the others.
 IN_FULL = ("Llama", "Mistral, window", "Gemma3 text, window", "DeepSeek-V3 (MLA)", "Qwen2.5-VL", "Falcon, alibi")
+
+WITH_IMAGES = ("Gemma3 multimodal, window", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "LLaVA")
 
 
 def known_bug(name: str, drafting: str, num_prompts: int = 1) -> list[pytest.MarkDecorator]:
@@ -126,11 +131,23 @@ def image_prompt(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", ["Gemma3 multimodal, window", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "LLaVA"])
+@pytest.mark.parametrize("name", WITH_IMAGES)
 def test_text_after_an_image(name, attention, drafting):
     outcome = decode_or_skip(name, attention, drafting, prompt=image_prompt(name))
     assert outcome.word == LOSSLESS, outcome
     assert min(outcome.accepted, outcome.rejected) > 0, outcome
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_training_reads_an_image_as_a_prompt_is_read(name):
+    target, prompt = build_target(name, "eager"), image_prompt(name)
+    ids = prompt.pop("input_ids")
+    reader = TargetReader(target, [0, 1, 3])
+    states, last = reader.of_images(ids[0], prompt)
+    with torch.no_grad(), capture_states(target, reader.layer_ids) as captured:
+        outputs = target.generate(ids, **prompt, **ASKED | {"max_new_tokens": 1})
+    assert_close("states", states, captured.take()[0], FORWARD)
+    assert_close("logits", reader.logits(last[-1:]), outputs.logits[0], FORWARD)
 
 
 def test_a_verdict_is_not_taken_over_by_another_config_of_the_class(monkeypatch):

@@ -164,14 +164,15 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
         "holds more than text": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, answer],
     }
     records["over-long prompt"][0]["content"].pop(0)
-    others = [[asked("abc", path=path), answer] for path in (str(bad), "https://example.com/a.png")]
+    sources = (str(bad), "https://example.com/a.png", {"bytes": None, "path": None})
+    others = [[asked("abc", image=source), answer] for source in sources]
     good = [asked("abc", path=picture), answer]
     chats = [{"messages": each} for each in (*records.values(), *others, good)]
     chats.append({"messages": [{"role": "user", "content": "abc"}, answer], "images": [picture]})
     done = prepare(llava, tmp_path / "of", chats)
     assert done.rows == 1
-    more = {"an image that cannot be read": 3, "images and their places differ in number": 2}
-    assert done.skipped == dict.fromkeys(records, 1) | more
+    more = ("an image that cannot be read", "images and their places differ in number", "an image of no known kind")
+    assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (3, 2, 2), strict=True))
 
 
 def test_without_pixels_no_chat_with_images_is_trained_on(llava, picture, tmp_path):
@@ -241,7 +242,9 @@ def test_commands_from_chats_with_images_to_acceptance_on_them(kind, picture, tm
     assert main(["train", *places, str(tmp_path / "store"), "--output", str(tmp_path / "drafter"), *quick]) == 0
     # without the states of a store nothing reads the pixels
     assert main(["train", *places, data, "--output", str(tmp_path / "none"), *quick]) == 2
-    assert "4: holds more than text" in capsys.readouterr().err
+    said_of_it = capsys.readouterr().err
+    assert "4: holds more than text" in said_of_it
+    assert "These are read by prepare-data --states" in said_of_it
     pair = ["--target", str(folder), "--drafter", str(tmp_path / "drafter"), "--prompts", data]
     small = ["--max-new-tokens", "6", "--depths", "2", "--trees", "6", "--depth", "2", "--json"]
     assert main(["bench", "acceptance", *pair, *small]) == 0
@@ -249,4 +252,4 @@ def test_commands_from_chats_with_images_to_acceptance_on_them(kind, picture, tm
     assert "4 of chats.jsonl" in json.loads(out)["facts"]["prompts"]
     assert "are not the target's own" not in out
     assert main(["drift", *pair, *["--max-new-tokens", "6", "--depth", "2"]]) == 2
-    assert "expected text, which is all that" in capsys.readouterr().err
+    assert "no processor beside" in capsys.readouterr().err
