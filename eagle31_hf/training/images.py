@@ -5,7 +5,7 @@ pixels.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,15 @@ def image_ids(config: Any) -> Tensor:
     """Returns the token ids that stand for images, by a target's config: (N,) int64, none for one that reads text."""
     found = {getattr(config, name, None) for name in IMAGE_IDS} - {None}
     return torch.tensor(sorted(found), dtype=torch.long)
+
+
+def refuse_images(input_ids: Tensor, ids: Tensor) -> None:
+    """Raises ValueError for rows (B, T) with tokens that stand for images, by their `ids` (N,)."""
+    if torch.isin(input_ids, ids.to(input_ids.device)).any():
+        raise ValueError(
+            f"rows hold {NO_PIXELS}, which mean nothing to the target; expected text, or a store with the target's"
+            " states, and no target beside it: prepare-data --states reads the pixels."
+        )
 
 
 def on_target(
@@ -90,9 +99,10 @@ def _opened_part(part: dict[str, Any]) -> dict[str, Any]:
         raise Skipped("an image that cannot be read", f"an image {error}") from None
 
 
-def files_digest(records: Records) -> str | None:
+def files_digest(records: Records, tell: Callable[[str], None]) -> str | None:
     """Returns a digest of the files that chats name as their images, None where they name none: the data itself has no
-    more than their names."""
+    more than their names. `tell` is told that all records are looked through."""
+    tell(f"looking through {len(records):,} records for images")
     sha, found = hashlib.sha256(), False
     for number in range(len(records)):
         parsed: Any = None

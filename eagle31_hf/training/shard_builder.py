@@ -226,7 +226,7 @@ class ShardBuilder:
             "chat_template": None if options.chat_template is None else digest(options.chat_template),
             "stop_ids": sorted(self.maker.stop_ids),
         }
-        files = None if self.maker.images.why_not else files_digest(self.records)
+        files = None if self.maker.images.why_not else files_digest(self.records, self.tell)
         if files is not None:
             made_of["images"] = files
         if options.template_options:

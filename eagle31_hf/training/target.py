@@ -17,7 +17,7 @@ from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, is_spread, last_state, tensor_parallel_group
 from .engine_states import StreamedStates
-from .images import NO_PIXELS, Pixels, image_ids, on_target
+from .images import Pixels, on_target
 from .packing import PackedExamples, Part
 from .store import HiddenStateStore, load_target_parts
 
@@ -63,7 +63,6 @@ class TargetReader:
         self.is_apart = drafters != self.device and not self.in_lockstep
         self.scoring = find_scoring(target)
         self.ends = ends_of(target, drafters if self.is_apart else None)
-        self.image_ids = image_ids(target.config)
         probe = torch.zeros(1, 2, dtype=torch.long)
         # fails here, before training, if its layers have no states to read
         self.read(probe, torch.ones_like(probe))
@@ -72,14 +71,8 @@ class TargetReader:
     def read(self, input_ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the aux hidden states (B, T, n*ht) and the states that enter the head (B, T, ht) of tokens (B, T).
 
-        `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero. Raises ValueError for tokens
-        that stand for images.
+        `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero.
         """
-        if torch.isin(input_ids, self.image_ids.to(input_ids.device)).any():
-            raise ValueError(
-                f"rows hold {NO_PIXELS}, which mean nothing to the target; expected text, or a store with the target's"
-                " states, and no target beside it: prepare-data --states reads the pixels."
-            )
         groups = groups_of(texts_of(documents), documents.numel())
         states = last = None
         for group in self._same_number(groups):

@@ -20,7 +20,7 @@ from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
 from .ends import TargetEnds
 from .evaluation import Evaluation, TrainingFigures, served, share_of
-from .images import image_ids
+from .images import image_ids, refuse_images
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
@@ -151,17 +151,20 @@ class Eagle31Trainer(CheckpointingTrainer):
     def _read_apart(self, inputs: dict[str, Tensor]) -> States:
         """Returns the target's states of a batch, on the target's device."""
         reader: Any = self.reader
+        refuse_images(inputs["input_ids"], self._image_ids)
         return reader.read(inputs["input_ids"].to(reader.device), inputs["documents"])
 
     def batch(self, inputs: dict[str, Any]) -> Batch:
         """Returns a collated batch with the target's states: those of the store, or read ahead, or now. Texts with
-        states that are NaN or infinite are left out, and counted."""
+        states that are NaN or infinite are left out, and counted. Raises ValueError for images that the target is to
+        read by itself."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
         if isinstance(self.reader, TargetEnds):
             states = inputs["states"], inputs["last_states"]
         elif "ahead" in inputs:
             states = inputs["ahead"].take(inputs["input_ids"].device)
         else:
+            refuse_images(inputs["input_ids"], self._image_ids)
             states = self.reader.read(inputs["input_ids"], inputs["documents"])
         batch, num_broken = Batch(*tokens, *states, inputs.get("skips")).without_broken()
         if self.model.training:  # held-out texts are read at every evaluation

@@ -26,7 +26,6 @@ from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.recipe import asked_data
 from eagle31_hf.training.store import HiddenStateStore
-from eagle31_hf.training.target import TargetReader
 from eagle31_hf.training.trainer import as_trained
 from eagle31_hf.training.unroll import unroll
 
@@ -189,9 +188,9 @@ def test_without_pixels_no_chat_with_images_is_trained_on(llava, picture, tmp_pa
         done = prepare(pair, tmp_path / name, records, **options)
         assert (done.rows, done.skipped) == (1, {"holds more than text": 1})
     store = HiddenStateStore(prepare(llava, tmp_path / "store", records[:1]).folder)
-    ids = store[0]["input_ids"][None]
+    args = Eagle31TrainingArguments(str(tmp_path / "run"), **ARGUMENTS)
     with pytest.raises(ValueError, match="tokens of images without their pixels"):
-        TargetReader(target, LAYERS).read(ids, torch.ones_like(ids))
+        Eagle31Trainer(new_drafter(target), args, store, target=target).train()
     with pytest.raises(ValueError, match="1: tokens of images without their pixels"):
         prepare_data(target, processor, str(store.folder), tmp_path / "again", PreparationOptions(**WITH_STATES))
 
