@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle31_hf.cli.parsing import add_device, positive, to_json
+from eagle31_hf.cli.parsing import AUTO, device, positive, to_json
 
 Figures = dict[str, Any]
 USUAL_SHAPE = "qwen3-0.6b"
@@ -32,6 +32,12 @@ def progress(message: str) -> None:
 
 def add_rounds(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help=f"{what} (default: 3)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", type=device, default=AUTO, help="cpu, cuda, ... (default: a GPU where there is one)"
+    )
 
 
 def add_models(parser: argparse.ArgumentParser, shapes: Sequence[str], prompt_tokens: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from command import progress, run_benchmark
+from command import add_device, progress, run_benchmark
 from engine import SHAPES
 from on_gpu import measure_gpu
 from on_gpu.report import table
@@ -13,7 +13,7 @@ from on_gpu.sections import BUDGET, NAMES
 from on_gpu.watched import Watch
 
 from eagle31_hf import demo
-from eagle31_hf.cli.parsing import add_device, path, positive
+from eagle31_hf.cli.parsing import path, positive
 from eagle31_hf.names import refuse_unknown
 
 USUAL_SHAPES = ("llama-3.1-8b", "qwen3-8b")

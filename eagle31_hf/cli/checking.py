@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ..checking import TargetReport, check_target
-from .parsing import add_json, add_path, add_reading, progress, show
+from .parsing import Parser, progress, show
 
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 # Capabilities, and the names of their lines.
@@ -91,10 +91,10 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / unit:.1f} {name}"
 
 
-def add_check(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "target", "Hub repository (only its config.json is fetched), folder, or config.json")
+def add_check(parser: Parser) -> None:
+    parser.add_path("target", "Hub repository (only its config.json is fetched), folder, or config.json")
     what = "folder or Hub repository of a drafter, of any format (config and headers are read)"
-    add_path(parser, "drafter", what, nargs="?")
-    add_path(parser, "--target-revision", "branch, tag or commit of the target's Hub repository")
-    add_reading(parser)
-    add_json(parser)
+    parser.add_path("drafter", what, nargs="?")
+    parser.add_path("--target-revision", "branch, tag or commit of the target's Hub repository")
+    parser.add_reading()
+    parser.add_json()

@@ -17,7 +17,7 @@ from ..training.records import read_records
 from ..training.skipped import Skipped
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_causal_lm, load_tokenizer
-from .parsing import add_device, add_json, add_option, add_path, add_reading, positive, progress, reading_options, show
+from .parsing import Parser, positive, progress, reading_options, show
 
 
 def info(args: argparse.Namespace) -> int:
@@ -147,56 +147,56 @@ def read_texts(source: str) -> list[str]:
     return texts
 
 
-def add_info(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "drafter", "folder or Hub repository")
-    add_reading(parser)
-    add_json(parser)
+def add_info(parser: Parser) -> None:
+    parser.add_path("drafter", "folder or Hub repository")
+    parser.add_reading()
+    parser.add_json()
 
 
-def add_convert(parser: argparse.ArgumentParser) -> None:
+def add_convert(parser: Parser) -> None:
     parser.set_defaults(left_behind="{source} is as it was, or native by now; the same command finishes the work.")
-    add_path(parser, "source", "folder or Hub repository")
+    parser.add_path("source", "folder or Hub repository")
     what = "a new folder (default: in place, the originals kept in SOURCE/original)"
-    add_path(parser, "destination", what, nargs="?")
-    parser.add_argument("--discard-original", action="store_true", help="remove what an in-place conversion keeps")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request on the Hub repository SOURCE")
-    add_reading(parser)
-    add_json(parser)
+    parser.add_path("destination", what, nargs="?")
+    parser.add_flag("--discard-original", "remove what an in-place conversion keeps")
+    parser.add_flag("--create-pr", "open a pull request on the Hub repository SOURCE")
+    parser.add_reading()
+    parser.add_json()
 
 
-def add_export(parser: argparse.ArgumentParser) -> None:
+def add_export(parser: Parser) -> None:
     parser.set_defaults(left_behind="{destination} is complete if it is there; otherwise nothing was written.")
-    add_path(parser, "drafter", "folder or Hub repository, of any format")
-    add_path(parser, "destination", "a new folder")
-    parser.add_argument("--format", choices=EXPORT_FORMATS, default="vllm")
+    parser.add_path("drafter", "folder or Hub repository, of any format")
+    parser.add_path("destination", "a new folder")
+    parser.add_option("--format", EXPORT_FORMATS, "vllm")
     what = "the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
-    add_path(parser, "--target-type", what)
-    add_option(parser, "--num-speculative-tokens", positive, 5, "in the printed line")
-    add_reading(parser)
-    add_json(parser)
+    parser.add_path("--target-type", what)
+    parser.add_option("--num-speculative-tokens", positive, 5, "in the printed line")
+    parser.add_reading()
+    parser.add_json()
 
 
-def add_publish(parser: argparse.ArgumentParser) -> None:
+def add_publish(parser: Parser) -> None:
     said = "Nothing was committed; the same command goes on, and what was sent is not sent again."
     parser.set_defaults(left_behind=said)
-    add_path(parser, "folder", "a native checkpoint, or a config with weights_from")
-    add_path(parser, "--repo-id", "OWNER/NAME", required=True)
-    parser.add_argument("--private", action="store_true")
-    add_path(parser, "--revision", "branch to upload to")
-    parser.add_argument("--create-pr", action="store_true")
-    add_path(parser, "--report", "folder of a report by eagle31 drift or bench acceptance, for the end of the card")
-    add_json(parser)
+    parser.add_path("folder", "a native checkpoint, or a config with weights_from")
+    parser.add_path("--repo-id", "OWNER/NAME", required=True)
+    parser.add_flag("--private", "make a new repository private")
+    parser.add_path("--revision", "branch to upload to")
+    parser.add_flag("--create-pr", "open a pull request instead of a commit")
+    parser.add_path("--report", "folder of a report by eagle31 drift or bench acceptance, for the end of the card")
+    parser.add_json()
 
 
-def add_upgrade(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
+def add_upgrade(parser: Parser) -> None:
+    parser.add_path("--target", "folder or Hub repository of the target", required=True)
     what = "folder or Hub repository of its EAGLE 3 drafter, of any format"
-    add_path(parser, "--drafter", what, required=True)
+    parser.add_path("--drafter", what, required=True)
     what = 'texts, {"text": ...} each, as prepare-data reads its data; or a plain text file; some thousand tokens'
-    add_path(parser, "--texts", what, required=True)
-    add_path(parser, "--output", "where to save the upgraded drafter")
-    add_option(parser, "--prompts", positive, 8, "texts to measure acceptance on")
-    add_option(parser, "--max-new-tokens", positive, 64, "tokens generated per text")
-    add_device(parser)
-    add_reading(parser)
-    add_json(parser)
+    parser.add_path("--texts", what, required=True)
+    parser.add_path("--output", "where to save the upgraded drafter")
+    parser.add_option("--prompts", positive, 8, "texts to measure acceptance on")
+    parser.add_option("--max-new-tokens", positive, 64, "tokens generated per text")
+    parser.add_device()
+    parser.add_reading()
+    parser.add_json()

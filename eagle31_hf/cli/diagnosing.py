@@ -27,21 +27,7 @@ from ..storage.fingerprints import digest, weights_fingerprint
 from ..targets.context import context_of
 from ..training.images import images_of
 from .loading import load_causal_lm, load_processor, load_tokenizer
-from .parsing import (
-    DTYPES,
-    LARGEST,
-    add_device,
-    add_json,
-    add_option,
-    add_path,
-    add_reading,
-    add_template_option,
-    number,
-    positive,
-    progress,
-    reading_options,
-    show,
-)
+from .parsing import DTYPES, LARGEST, Parser, number, positive, progress, reading_options, show
 
 above_zero = number(0, above=True)
 
@@ -194,64 +180,51 @@ def facts_of(
     }
 
 
-def add_drift(parser: argparse.ArgumentParser) -> None:
-    add_json(parser)
+def add_drift(parser: Parser) -> None:
+    parser.add_json()
     add_models_and_prompts(parser)
-    add_option(parser, "--depth", positive, MAX_DEPTH, "of the chains")
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        metavar="TOKENS",
-        help="contexts to measure besides the prompts (default: 256, 1024, 4096 ... as far as target and texts go)",
-    )
-    parser.add_argument("--no-interventions", action="store_true", help="leave out noise and pinned states")
+    parser.add_option("--depth", positive, MAX_DEPTH, "of the chains")
+    what = "contexts to measure besides the prompts (default: 256, 1024, 4096 ... as far as target and texts go)"
+    parser.add("--lengths", positive, what, nargs="+", metavar="TOKENS")
+    parser.add_flag("--no-interventions", "leave out noise and pinned states")
 
 
-def add_bench(parser: argparse.ArgumentParser) -> None:
+def add_bench(parser: Parser) -> None:
     """Adds `acceptance`, all that is measured by a command, and its options; what the library costs is in
     `benchmarks/`."""
     what = "report on drafters beside the target alone, on your prompts: acceptance, speed, perturbations, contexts"
-    parser.add_argument("what", choices=("acceptance",), help=what)
-    add_json(parser)
+    parser.add("what", ("acceptance",), what)
+    parser.add_json()
     add_models_and_prompts(parser)
-    parser.add_argument(
-        "--depths", type=positive, nargs="+", default=[1, 2, 3, 5, 7, 10], help="of chains (default: 1 2 3 5 7 10)"
-    )
-    parser.add_argument("--trees", type=positive, nargs="*", default=[24], metavar="NODES", help="(default: 24)")
-    add_option(parser, "--depth", positive, 5, "of chains in all but the first part of the report")
-    parser.add_argument("--no-perturbations", action="store_true", help="leave out prompts as they should not be")
+    parser.add_option("--depths", positive, [1, 2, 3, 5, 7, 10], "of chains", nargs="+")
+    parser.add_option("--trees", positive, [24], nargs="*", metavar="NODES")
+    parser.add_option("--depth", positive, 5, "of chains in all but the first part of the report")
+    parser.add_flag("--no-perturbations", "leave out prompts as they should not be")
+    by = "by the text's own words or with the drafter in its own loop"
     for name, kind, what in (
         ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
         ("temperatures", above_zero, "to sample at"),
         ("concurrency", positive, "prompts in a batch"),
+        ("rivals", RIVALS, f"speculation of transformers itself to measure besides, {by}"),
     ):
-        parser.add_argument(f"--{name}", type=kind, nargs="+", default=[], help=f"{what} (default: none)")
-    parser.add_argument(
-        "--rivals",
-        choices=RIVALS,
-        nargs="+",
-        default=[],
-        help="speculation of transformers itself to measure besides, by the text's own words or with the drafter in its"
-        " own loop (default: none)",
-    )
-    add_path(parser, "--against", "an earlier report.json, to say what changed", metavar="FILE")
+        parser.add(f"--{name}", kind, f"{what} (default: none)", nargs="+", default=[])
+    parser.add_path("--against", "an earlier report.json, to say what changed", metavar="FILE")
 
 
-def add_models_and_prompts(parser: argparse.ArgumentParser) -> None:
+def add_models_and_prompts(parser: Parser) -> None:
     """Adds the arguments that say what a report is about, and where it goes."""
-    add_path(parser, "--target", "folder or Hub repository of the target", required=True)
-    add_path(parser, "--drafter", "folder or Hub repository of its drafter", required=True)
-    add_path(parser, "--compare", "others beside it", nargs="+", default=[], metavar="DRAFTER")
+    parser.add_path("--target", "folder or Hub repository of the target", required=True)
+    parser.add_path("--drafter", "folder or Hub repository of its drafter", required=True)
+    parser.add_path("--compare", "others beside it", nargs="+", default=[], metavar="DRAFTER")
     what = "file, folder or dataset with chats, questions or texts; python: files of Python's own library; or one of"
-    add_path(parser, "--prompts", f"{what} {', '.join(NAMED_SETS)}", required=True)
-    add_path(parser, "--split", "of a dataset (default: train; of a named one its own)")
-    add_option(parser, "--num-prompts", positive, 24, "at most")
-    add_option(parser, "--prompt-tokens", positive, 96, "of a text, which goes on after them")
-    add_option(parser, "--max-new-tokens", positive, 96, "a prompt")
-    add_template_option(parser)
-    add_device(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the models (default: auto, their own)")
-    add_path(parser, "--output", "where the report is written", metavar="FOLDER")
-    parser.add_argument("--resume", action="store_true", help="go on with a report that was stopped")
-    add_reading(parser)
+    parser.add_path("--prompts", f"{what} {', '.join(NAMED_SETS)}", required=True)
+    parser.add_path("--split", "of a dataset (default: train; of a named one its own)")
+    parser.add_option("--num-prompts", positive, 24, "at most")
+    parser.add_option("--prompt-tokens", positive, 96, "of a text, which goes on after them")
+    parser.add_option("--max-new-tokens", positive, 96, "a prompt")
+    parser.add_template_option()
+    parser.add_device()
+    parser.add("--dtype", DTYPES, "of the models (default: auto, their own)", default="auto")
+    parser.add_path("--output", "where the report is written", metavar="FOLDER")
+    parser.add_flag("--resume", "go on with a report that was stopped")
+    parser.add_reading()

@@ -15,7 +15,8 @@ from ..checkpoints.producers import drafter_sign
 from ..checkpoints.sources import find_config
 from ..json_file import read_json
 from ..modeling import Eagle31DrafterModel
-from .parsing import DTYPES, add_path, add_reading, knob, progress, reading_options
+from ..quantized import KINDS
+from .parsing import DTYPES, Parser, knob, progress, reading_options
 
 # the knobs that are options, and what their help says
 KNOBS = {
@@ -135,19 +136,15 @@ def reading(source: str, failure: str, expected: str) -> Iterator[None]:
         raise ValueError(f"{source}: {failure} ({type(error).__name__}: {found}); expected {expected}.") from error
 
 
-def add_pair(parser: argparse.ArgumentParser) -> None:
+def add_pair(parser: Parser) -> None:
     """Adds the arguments that name the pair and say how it is held and drafts."""
-    add_path(parser, "--target", "folder or Hub repository of the model to speed up", required=True)
-    add_path(parser, "--drafter", "folder or Hub repository of an EAGLE 3 or 3.1 drafter for it", required=True)
+    parser.add_path("--target", "folder or Hub repository of the model to speed up", required=True)
+    parser.add_path("--drafter", "folder or Hub repository of an EAGLE 3 or 3.1 drafter for it", required=True)
     for name, what in KNOBS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=knob(name), help=f"{what}; or auto")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of both models (default: auto, the target's own)"
-    )
-    parser.add_argument(
-        "--drafter-weights", choices=("int8", "fp8"), help="hold the drafter's weights in 8 bits (default: as they are)"
-    )
-    add_reading(parser)
+        parser.add(f"--{name.replace('_', '-')}", knob(name), f"{what}; or auto")
+    parser.add("--dtype", DTYPES, "of both models (default: auto, the target's own)", default="auto")
+    parser.add("--drafter-weights", KINDS, "hold the drafter's weights in 8 bits (default: as they are)")
+    parser.add_reading()
 
 
 def knobs_of(args: argparse.Namespace) -> dict[str, Any]:

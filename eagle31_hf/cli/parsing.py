@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.knobs import LEAST, MAX_TOKENS
+from ..checkpoints.layer_ids import CONVENTIONS
 from ..configuration import FIELDS
 from ..json_file import finite, parse_value
 from ..names import refuse_unknown
@@ -54,6 +55,46 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {word[:-3][:80]}: expected a value, got '--'")
         return super().parse_known_args(args, namespace)
+
+    def add(self, name: str, read: Any, what: str = "", **others: Any) -> None:
+        """Adds an argument; `read` reads its value, or has those that it may be."""
+        self.add_argument(name, help=what, **{"type" if callable(read) else "choices": read}, **others)
+
+    def add_option(self, name: str, read: Any, default: Any, what: str = "", **others: Any) -> None:
+        """Adds an option whose help ends with its default."""
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        self.add(name, read, f"{what} (default: {shown})".strip(), default=default, **others)
+
+    def add_path(self, name: str, what: str, **others: Any) -> None:
+        """Adds the name of a file, a folder or a repository."""
+        self.add(name, path, what, **others)
+
+    def add_flag(self, name: str, what: str) -> None:
+        """Adds an option without a value."""
+        self.add_argument(name, action="store_true", help=what)
+
+    def add_several(self, name: str, read: Any, what: str, metavar: str = "NAME=VALUE") -> None:
+        """Adds an option that may be given several times."""
+        self.add(name, read, what, action="append", default=[], metavar=metavar)
+
+    def add_device(self, default: str = AUTO) -> None:
+        """Adds --device."""
+        said = "auto, a GPU where there is one" if default == AUTO else default
+        self.add("--device", device, f"cpu, cuda, cuda:1, mps (default: {said})", default=default)
+
+    def add_json(self) -> None:
+        """Adds --json."""
+        self.add_flag("--json", "print one JSON object")
+
+    def add_template_option(self) -> None:
+        """Adds the option of reading chats."""
+        self.add_several("--template-option", field, "what the chat template reads besides, as enable_thinking=false")
+
+    def add_reading(self) -> None:
+        """Adds the options that decide how an ambiguous checkpoint is read, and the one for its revision."""
+        self.add("--aux-layer-convention", CONVENTIONS, "how the checkpoint counts the target's layers")
+        self.add_several("--set", config_field, "overrides a field of Eagle31Config", "FIELD=VALUE")
+        self.add_path("--revision", "branch, tag or commit of the drafter's Hub repository")
 
 
 def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
@@ -165,55 +206,6 @@ def device_map(text: str) -> str:
 def _accelerators() -> list[str]:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
-
-
-def add_option(
-    parser: argparse.ArgumentParser, name: str, read: Callable[[str], Any], default: Any, what: str = "", **others: Any
-) -> None:
-    """Adds an option whose help ends with its default."""
-    parser.add_argument(name, type=read, default=default, help=f"{what} (default: {default})".strip(), **others)
-
-
-def add_path(parser: argparse.ArgumentParser, name: str, what: str, **others: Any) -> None:
-    """Adds the name of a file, a folder or a repository."""
-    parser.add_argument(name, type=path, help=what, **others)
-
-
-def add_device(parser: argparse.ArgumentParser, default: str = AUTO) -> None:
-    """Adds --device."""
-    said = "auto, a GPU where there is one" if default == AUTO else default
-    parser.add_argument("--device", type=device, default=default, help=f"cpu, cuda, cuda:1, mps (default: {said})")
-
-
-def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of reading chats."""
-    what = "what the chat template reads besides, as enable_thinking=false"
-    add_assignments(parser, "--template-option", field, what)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that decide how an ambiguous checkpoint is read, and the one for its revision."""
-    parser.add_argument(
-        "--aux-layer-convention", choices=("boundary", "output"), help="how the checkpoint counts the target's layers"
-    )
-    add_assignments(parser, "--set", config_field, "overrides a field of Eagle31Config", "FIELD=VALUE")
-    add_path(parser, "--revision", "branch, tag or commit of the drafter's Hub repository")
-
-
-def add_assignments(
-    parser: argparse.ArgumentParser,
-    name: str,
-    read: Callable[[str], tuple[str, Any]],
-    what: str,
-    metavar: str = "NAME=VALUE",
-) -> None:
-    """Adds an option that sets a value by its name, and may be given several times."""
-    parser.add_argument(name, type=read, action="append", default=[], metavar=metavar, help=what)
 
 
 def reading_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,11 +17,7 @@ from ..training.store import MANIFEST, check_store_folder
 from .loading import load_outline, load_processor, load_tokenizer, sampling_options
 from .parsing import (
     DTYPES,
-    add_device,
-    add_json,
-    add_option,
-    add_path,
-    add_template_option,
+    Parser,
     count,
     device_map,
     number,
@@ -141,136 +137,87 @@ def part_of(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def add_prepare_data(parser: argparse.ArgumentParser) -> None:
+def add_prepare_data(parser: Parser) -> None:
     parser.set_defaults(left_behind="Complete shards are kept in {output}; the same command makes the others.")
-    add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
-    add_path(parser, "--data", ".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
+    parser.add_path("--target", "folder or Hub repository of the model to train a drafter for", required=True)
+    parser.add_path("--data", ".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
     add_self_prompts(parser)
     what = "the store's folder; run again with the same arguments, what is missing is added"
-    add_path(parser, "--output", what, required=True)
+    parser.add_path("--output", what, required=True)
     add_split(parser)
-    parser.add_argument("--regenerate", action="store_true", help="replace answers by the target's own")
-    parser.add_argument("--states", action="store_true", help="store the target's states too, to train without it")
+    parser.add_flag("--regenerate", "replace answers by the target's own")
+    parser.add_flag("--states", "store the target's states too, to train without it")
     _add_rows(parser)
     add_answers(parser)
     add_engine(parser)
     _add_states(parser)
-    parser.add_argument(
-        "--part",
-        type=part_of,
-        default=(0, 1),
-        metavar="I/N",
-        help="make only the shards of process I of N (default: 0/1)",
-    )
-    parser.add_argument(
-        "--records-per-shard",
-        type=positive,
-        help="records of the data in a shard (default: 64, without states and answers made here 1,024)",
-    )
-    add_option(parser, "--batch-size", positive, 8, "rows the target reads at once")
-    parser.add_argument("--seed", type=seed, default=0)
+    what = "make only the shards of process I of N (default: 0/1)"
+    parser.add("--part", part_of, what, default=(0, 1), metavar="I/N")
+    what = "records of the data in a shard (default: 64, without states and answers made here 1,024)"
+    parser.add("--records-per-shard", positive, what)
+    parser.add_option("--batch-size", positive, 8, "rows the target reads at once")
+    parser.add_option("--seed", seed, 0)
     add_loading(parser)
 
 
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--max-length", positive, 2048, "tokens of a row")
-    parser.add_argument(
-        "--mask", choices=("answers", "all"), default="answers", help="which tokens are trained on (default: answers)"
-    )
-    add_path(parser, "--chat-template", "a Jinja template instead of the tokenizer's", metavar="FILE")
-    add_template_option(parser)
-    parser.add_argument(
-        "--template-augmentation",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of chats without template or BOS (default: 0)",
-    )
+def _add_rows(parser: Parser) -> None:
+    parser.add_option("--max-length", positive, 2048, "tokens of a row")
+    parser.add_option("--mask", ("answers", "all"), "answers", "which tokens are trained on")
+    parser.add_path("--chat-template", "a Jinja template instead of the tokenizer's", metavar="FILE")
+    parser.add_template_option()
+    what = "share of chats without template or BOS"
+    parser.add_option("--template-augmentation", share, 0.0, what, metavar="SHARE")
 
 
-def _add_states(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layers",
-        type=count,
-        nargs="+",
-        metavar="ID",
-        help="hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)",
-    )
-    parser.add_argument(
-        "--states-dtype",
-        choices=("float32", "bfloat16", "float16", "fp8"),
-        help="how states are stored (default: as the target has them)",
-    )
+def _add_states(parser: Parser) -> None:
+    what = "hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
+    parser.add("--layers", count, what, nargs="+", metavar="ID")
+    what = "how states are stored (default: as the target has them)"
+    parser.add("--states-dtype", ("float32", "bfloat16", "float16", "fp8"), what)
 
 
-def add_answers(parser: argparse.ArgumentParser) -> None:
+def add_answers(parser: Parser) -> None:
     """Adds the options of the target's own answers."""
-    parser.add_argument("--max-new-tokens", type=positive, help="of a regenerated answer (default: 1024)")
-    parser.add_argument(
-        "--temperature",
-        type=temperature,
-        help="of answers, 0: greedy (default: as the target's generation config has it; self-prompted: 0, .7 and 1 in"
-        " turn)",
-    )
-    parser.add_argument("--top-p", type=top_p)
-    parser.add_argument("--top-k", type=positive)
+    parser.add("--max-new-tokens", positive, "of a regenerated answer (default: 1024)")
+    usual = "as the target's generation config has it; self-prompted: 0, .7 and 1 in turn"
+    parser.add("--temperature", temperature, f"of answers, 0: greedy (default: {usual})")
+    parser.add("--top-p", top_p)
+    parser.add("--top-k", positive)
 
 
-def add_self_prompts(parser: argparse.ArgumentParser) -> None:
+def add_self_prompts(parser: Parser) -> None:
     """Adds --self-prompts."""
-    parser.add_argument(
-        "--self-prompts",
-        type=positive,
-        metavar="N",
-        help="add N chats that the target makes up: it asks the questions, then answers them; no data is needed",
-    )
+    what = "add N chats that the target makes up: it asks the questions, then answers them; no data is needed"
+    parser.add("--self-prompts", positive, what, metavar="N")
 
 
-def add_split(parser: argparse.ArgumentParser) -> None:
+def add_split(parser: Parser) -> None:
     """Adds the options that say which records of the data count, and how many processes read them."""
-    add_option(parser, "--split", str, "train", "of a dataset")
+    parser.add_option("--split", str, "train", "of a dataset")
     what = "only the first N records of the data; a dataset of the Hub is streamed then, not downloaded whole"
-    parser.add_argument("--max-samples", type=positive, metavar="N", help=what)
+    parser.add("--max-samples", positive, what, metavar="N")
     what = "so many tokenize where no answers are made (default: all cores)"
-    parser.add_argument("--processes", type=positive, metavar="N", help=what)
+    parser.add("--processes", positive, what, metavar="N")
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: Parser) -> None:
     """Adds the options of the engine that answers."""
-    parser.add_argument(
-        "--engine",
-        type=server,
-        nargs="+",
-        metavar="URL",
-        help="servers of vLLM or SGLang that run the target instead of transformers, as http://localhost:8000",
-    )
-    parser.add_argument(
-        "--engine-requests", type=positive, help="prompts that servers are asked at once, all together (default: 64)"
-    )
-    parser.add_argument(
-        "--engine-timeout",
-        type=number(0, above=True),
-        metavar="SECONDS",
-        help="how long a server may be silent before it is asked again (default: 600)",
-    )
+    what = "servers of vLLM or SGLang that run the target instead of transformers, as http://localhost:8000"
+    parser.add("--engine", server, what, nargs="+", metavar="URL")
+    parser.add("--engine-requests", positive, "prompts that servers are asked at once, all together (default: 64)")
+    what = "how long a server may be silent before it is asked again (default: 600)"
+    parser.add("--engine-timeout", number(0, above=True), what, metavar="SECONDS")
     what = "where the folder that servers write hidden states into is on this machine (default: under the same name)"
-    add_path(parser, "--engine-states-folder", what, metavar="FOLDER")
+    parser.add_path("--engine-states-folder", what, metavar="FOLDER")
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: Parser) -> None:
     """Adds the options by which `load_target` loads the target."""
-    add_path(parser, "--revision", "branch, tag or commit of the target's Hub repository")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the target (default: auto, its own)")
-    parser.add_argument(
-        "--device-map",
-        type=device_map,
-        help="spread the target over devices, as transformers does: auto, balanced, ...",
-    )
-    parser.add_argument(
-        "--tensor-parallel",
-        action="store_true",
-        help="each process of `accelerate launch` holds a part of every weight",
-    )
-    parser.add_argument("--load-in", choices=QUANTIZATIONS, help="quantize the target with bitsandbytes while loading")
-    add_device(parser)
-    add_json(parser)
+    parser.add_path("--revision", "branch, tag or commit of the target's Hub repository")
+    parser.add("--dtype", DTYPES, "of the target (default: auto, its own)", default="auto")
+    what = "spread the target over devices, as transformers does: auto, balanced, ..."
+    parser.add("--device-map", device_map, what)
+    parser.add_flag("--tensor-parallel", "each process of `accelerate launch` holds a part of every weight")
+    parser.add("--load-in", QUANTIZATIONS, "quantize the target with bitsandbytes while loading")
+    parser.add_device()
+    parser.add_json()

@@ -24,7 +24,7 @@ from ..reports.text import aligned
 from ..targets.context import context_of, room_for
 from ..training.skipped import refused_by
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, sampling_options
-from .parsing import LARGEST, add_device, add_json, add_option, positive, progress, seed, show, temperature, words
+from .parsing import LARGEST, Parser, positive, progress, seed, show, temperature, words
 
 DEPTHS = (3, 5, 7)
 
@@ -186,23 +186,21 @@ def _table(result: dict[str, Any], with_profile: bool) -> str:
     return "\n".join(lines)
 
 
-def add_demo(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    add_json(parser)
-    parser.add_argument("--profile", action="store_true", help="also show where each millisecond goes")
-    add_option(parser, "--prompts", positive, 4, "prompts to decode")
-    add_option(parser, "--max-new-tokens", positive, 64, "tokens per prompt")
+def add_demo(parser: Parser) -> None:
+    parser.add_device()
+    parser.add_json()
+    parser.add_flag("--profile", "also show where each millisecond goes")
+    parser.add_option("--prompts", positive, 4, "prompts to decode")
+    parser.add_option("--max-new-tokens", positive, 64, "tokens per prompt")
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
-    add_json(parser)
+def add_generate(parser: Parser) -> None:
+    parser.add_device()
+    parser.add_json()
     add_pair(parser)
-    parser.add_argument("prompt", type=words)
-    parser.add_argument("--max-new-tokens", type=positive, default=256)
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 (default): greedy")
-    parser.add_argument("--seed", type=seed)
-    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the target's chat template")
-    parser.add_argument(
-        "--explain", action="store_true", help="say how rounds are run: as CUDA graphs or eagerly, by which kernels"
-    )
+    parser.add("prompt", words)
+    parser.add_option("--max-new-tokens", positive, 256)
+    parser.add("--temperature", temperature, "0 (default): greedy", default=0.0)
+    parser.add("--seed", seed)
+    parser.add_flag("--chat", "wrap the prompt in the target's chat template")
+    parser.add_flag("--explain", "say how rounds are run: as CUDA graphs or eagerly, by which kernels")

@@ -19,19 +19,7 @@ from ..chat.conversation import Conversation
 from ..targets.context import piece_of
 from ..web.address import check_address, is_of_this_machine
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, refuse_drafter, sampling_options
-from .parsing import (
-    add_device,
-    add_option,
-    add_template_option,
-    count,
-    integer,
-    path,
-    positive,
-    progress,
-    seed,
-    temperature,
-    words,
-)
+from .parsing import Parser, count, integer, path, positive, progress, seed, temperature, words
 
 KEY_VARIABLE = "EAGLE31_API_KEY"
 PORT, PAGE_PORT = 8000, 7860  # as transformers' server and Gradio have them
@@ -138,56 +126,46 @@ def warn_if_reachable(host: str, remedy: str) -> None:
         progress(f"warning: whoever reaches this machine at {host} may use the target, without a key; {remedy}")
 
 
-def add_chat(parser: argparse.ArgumentParser) -> None:
+def add_chat(parser: Parser) -> None:
     add_pair(parser)
     add_prefix_cache(parser)
-    parser.add_argument("--system", type=words, help="a system prompt")
-    add_option(parser, "--max-new-tokens", positive, 512, "tokens of an answer at most")
-    parser.add_argument("--temperature", type=temperature, help="0: greedy (default: as the target samples)")
-    parser.add_argument("--seed", type=seed, help="of what is sampled (default: another one each time)")
-    add_template_option(parser)
-    add_device(parser, "cpu")
+    parser.add("--system", words, "a system prompt")
+    parser.add_option("--max-new-tokens", positive, 512, "tokens of an answer at most")
+    parser.add("--temperature", temperature, "0: greedy (default: as the target samples)")
+    parser.add("--seed", seed, "of what is sampled (default: another one each time)")
+    parser.add_template_option()
+    parser.add_device("cpu")
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
+def add_serve(parser: Parser) -> None:
     add_pair(parser)
     add_prefix_cache(parser)
     add_address(parser, PORT)
-    parser.add_argument("--cors", action="store_true", help="let web pages of any origin ask")
-    parser.add_argument(
-        "--api-key",
-        type=words,
-        metavar="KEY",
-        help=f"answer only requests with this key, as OpenAI's clients send it (default: the variable {KEY_VARIABLE})",
-    )
-    add_template_option(parser)
-    add_device(parser, "cpu")
+    parser.add_flag("--cors", "let web pages of any origin ask")
+    what = "answer only requests with this key, as OpenAI's clients send it"
+    parser.add("--api-key", words, f"{what} (default: the variable {KEY_VARIABLE})", metavar="KEY")
+    parser.add_template_option()
+    parser.add_device("cpu")
 
 
-def add_app(parser: argparse.ArgumentParser) -> None:
+def add_app(parser: Parser) -> None:
     add_chat(parser)
     add_address(parser, PAGE_PORT)
 
 
-def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
+def add_prefix_cache(parser: Parser) -> None:
     """Adds --prefix-cache-tokens."""
     what = (
         "keep keys and values of the last texts, N tokens and the very last text: what goes on from one reads only what"
         " is new; 0: keep none"
     )
-    add_option(parser, "--prefix-cache-tokens", count, MOST_TOKENS, what, metavar="N")
+    parser.add_option("--prefix-cache-tokens", count, MOST_TOKENS, what, metavar="N")
 
 
-def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
-    """Adds --host and --port."""
-    add_option(parser, "--host", path, "localhost", "to listen at")
-    add_option(parser, "--port", port, default_port)
-    parser.add_argument(
-        "--allowed-host",
-        type=path,
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name that requests may be sent to, as behind a proxy (always: an IP address, localhost, this machine's"
-        " name)",
-    )
+def add_address(parser: Parser, default_port: int) -> None:
+    """Adds --host, --port and --allowed-host."""
+    parser.add_option("--host", path, "localhost", "to listen at")
+    parser.add_option("--port", port, default_port)
+    known = "always: an IP address, localhost, this machine's name"
+    what = f"a name that requests may be sent to, as behind a proxy ({known})"
+    parser.add_several("--allowed-host", path, what, "NAME")

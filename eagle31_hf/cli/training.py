@@ -10,21 +10,7 @@ import torch
 from ..checkpoints.headers import read_headers
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_tokenizer
-from .parsing import (
-    add_assignments,
-    add_option,
-    add_path,
-    add_template_option,
-    config_field,
-    count,
-    field,
-    number,
-    positive,
-    progress,
-    rate_or_none,
-    seed,
-    show,
-)
+from .parsing import Parser, config_field, count, field, number, positive, progress, rate_or_none, seed, show
 from .preparation import add_answers, add_engine, add_loading, add_self_prompts, add_split, data_options, is_regenerated
 from .target import target_for
 
@@ -250,89 +236,59 @@ def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> N
     show(args, result, "\n".join(lines))
 
 
-def add_train(parser: argparse.ArgumentParser) -> None:
+def add_train(parser: Parser) -> None:
     parser.set_defaults(left_behind=LEFT_BEHIND)
-    add_path(parser, "--target", "folder or Hub repository of the model to train a drafter for", required=True)
-    add_path(parser, "--output", "folder of the drafter and its checkpoints", required=True)
+    parser.add_path("--target", "folder or Hub repository of the model to train a drafter for", required=True)
+    parser.add_path("--output", "folder of the drafter and its checkpoints", required=True)
     _add_data(parser)
-    add_path(parser, "--eval-data", "rows to evaluate on (default: some of the data)")
-    add_option(parser, "--eval-rows", count, 32, "rows of the data held out for it, at most a tenth")
-    add_option(parser, "--eval-every", positive, 200, "evaluate and save so often", metavar="STEPS")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last complete checkpoint in OUTPUT; a finished run stays as it is, unless more steps or"
-        " epochs are asked for",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="train anew where OUTPUT is not empty: the drafter and checkpoints there are removed once the new drafter"
-        " is saved",
-    )
+    parser.add_path("--eval-data", "rows to evaluate on (default: some of the data)")
+    parser.add_option("--eval-rows", count, 32, "rows of the data held out for it, at most a tenth")
+    parser.add_option("--eval-every", positive, 200, "evaluate and save so often", metavar="STEPS")
+    unless = "a finished run stays as it is, unless more steps or epochs are asked for"
+    parser.add_flag("--resume", f"go on from the last complete checkpoint in OUTPUT; {unless}")
+    removed = "the drafter and checkpoints there are removed once the new drafter is saved"
+    parser.add_flag("--overwrite", f"train anew where OUTPUT is not empty: {removed}")
     _add_drafter(parser)
     _add_optimisation(parser)
     add_loading(parser)
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
+def _add_data(parser: Parser) -> None:
     what = "chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
-    add_path(parser, "--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
+    parser.add_path("--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
     add_self_prompts(parser)
     add_split(parser)
-    parser.add_argument(
-        "--regenerate", action="store_true", help="replace answers by the target's own first; more is accepted so"
-    )
+    parser.add_flag("--regenerate", "replace answers by the target's own first; more is accepted so")
     add_answers(parser)
-    parser.add_argument(
-        "--answer-batch-size",
-        type=positive,
-        metavar="SIZE",
-        help=f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})",
-    )
+    what = f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})"
+    parser.add("--answer-batch-size", positive, what, metavar="SIZE")
     add_engine(parser)
-    add_template_option(parser)
+    parser.add_template_option()
 
 
-def _add_drafter(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "--drafter", "begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
-    parser.add_argument("--upgrade", action="store_true", help="make an EAGLE 3 drafter an EAGLE 3.1 one first")
-    parser.add_argument(
-        "--head",
-        choices=("target", "scratch"),
-        default="target",
-        help="how a new drafter's head begins (default: target)",
-    )
-    parser.add_argument(
-        "--draft-vocab-size", type=positive, help="tokens a new drafter can propose, the most frequent (default: all)"
-    )
-    add_assignments(parser, "--field", config_field, "a field of Eagle31Config that wins")
+def _add_drafter(parser: Parser) -> None:
+    parser.add_path("--drafter", "begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
+    parser.add_flag("--upgrade", "make an EAGLE 3 drafter an EAGLE 3.1 one first")
+    parser.add_option("--head", ("target", "scratch"), "target", "how a new drafter's head begins")
+    parser.add("--draft-vocab-size", positive, "tokens a new drafter can propose, the most frequent (default: all)")
+    parser.add_several("--field", config_field, "a field of Eagle31Config that wins")
 
 
-def _add_optimisation(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--depth", positive, 4, "steps unrolled")
+def _add_optimisation(parser: Parser) -> None:
+    parser.add_option("--depth", positive, 4, "steps unrolled")
     what = "kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them"
-    add_option(parser, "--loss", str, "kl=0.9,ce=0.1", what)
-    add_option(parser, "--max-length", positive, 2048, "tokens of a packed row")
-    parser.add_argument("--epochs", type=number(0, above=True), default=2.0)
-    parser.add_argument("--steps", type=positive, help="instead of epochs")
-    add_option(parser, "--batch-size", positive, 1, "packed rows of each process")
-    add_option(parser, "--accumulate", positive, 8, "batches a step")
-    parser.add_argument(
-        "--matrix-learning-rate",
-        type=rate_or_none,
-        default=argparse.SUPPRESS,  # None is a value
-        metavar="RATE",
-        help="of Muon, which trains the matrices of fc and layers; none: AdamW trains them too (default: 0.02; with"
-        " --drafter a tenth of it)",
-    )
-    parser.add_argument(
-        "--learning-rate",
-        type=number(0),
-        help="of everything that Muon does not train (default: 0.004, without Muon 0.0001; with --drafter a tenth"
-        " of it)",
-    )
-    parser.add_argument("--bf16", action="store_true", help="mixed precision")
-    parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--report-to", default="none", help="trackio, wandb, tensorboard")
-    add_assignments(parser, "--set", field, "an argument of Eagle31TrainingArguments that wins")
+    parser.add_option("--loss", str, "kl=0.9,ce=0.1", what)
+    parser.add_option("--max-length", positive, 2048, "tokens of a packed row")
+    parser.add_option("--epochs", number(0, above=True), 2.0)
+    parser.add("--steps", positive, "instead of epochs")
+    parser.add_option("--batch-size", positive, 1, "packed rows of each process")
+    parser.add_option("--accumulate", positive, 8, "batches a step")
+    rate = {"metavar": "RATE", "default": argparse.SUPPRESS}  # None is a value
+    what = "of Muon, which trains the matrices of fc and layers; none: AdamW trains them too"
+    parser.add("--matrix-learning-rate", rate_or_none, f"{what} (default: 0.02; with --drafter a tenth of it)", **rate)
+    what = "of everything that Muon does not train (default: 0.004, without Muon 0.0001; with --drafter a tenth of it)"
+    parser.add("--learning-rate", number(0), what)
+    parser.add_flag("--bf16", "mixed precision")
+    parser.add_option("--seed", seed, 0)
+    parser.add_option("--report-to", str, "none", "trackio, wandb, tensorboard")
+    parser.add_several("--set", field, "an argument of Eagle31TrainingArguments that wins")

@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 
 from eagle31_hf import demo
 from eagle31_hf.cli.loading import load_outline
+from eagle31_hf.cli.parsing import Parser
 from eagle31_hf.cli.preparation import add_prepare_data, data_options
 from eagle31_hf.cli.preparation import prepare_data as command
 from eagle31_hf.cli.training import add_train, read_data
@@ -775,7 +776,7 @@ def test_records_of_which_nothing_can_be_asked(tmp_path, outline, tokenizer, ser
 
 
 def parsed(add, arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = Parser(exit_on_error=False)
     add(parser)
     parser.set_defaults(out=sys.stdout)
     return parser.parse_args(arguments)
