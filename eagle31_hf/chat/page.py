@@ -1,10 +1,12 @@
 """A chat in a browser, as a Gradio page: the answer, its accepted tokens marked, and how fast they came."""
 
+import json
 import queue
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import escape
@@ -12,22 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import uvicorn
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
 
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape
 from ..generation.planning.costs import MAX_DEPTH
+from ..json_file import parse_value
 from ..printable import printable
-from ..web.address import url_of
-from ..web.gate import Gate
-from ..web.listener import Listener
+from ..web.address import bound, url_of
+from ..web.gate import Gate, error_response
 from .conversation import MAX_NODES, MIN_NODES, Answer, Conversation, Figures, Piece, Show, trees
-from .events import PlainEvents
 
 # ways of drafting; BEGUN: by the arguments of the command line, or the drafter's own
 BEGUN = "by default"
 AUTO = "automatically"
 CHAIN = "chains"
 TREE = "trees"
+ENDING = 1  # seconds that answers under way have once the page is closed
 AT_ONCE = 16  # visitors who may wait for an answer; others wait in Gradio's queue, where no button reaches them
 # Accepted tokens have a line beneath them, for who does not see the colour; both colours stand out from their ground.
 # The ends of a slider do not, in Gradio's own grey, which its style sheet insists on.
@@ -38,8 +42,6 @@ CSS = """
 .min_value, .max_value { color: inherit !important }
 """
 FONT, FONT_MONO = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # none from the network
-
-
 # what the page asks for; Gradio has more: uploads, a proxy, the source of its functions, files of this machine
 PATHS = {
     "GET": re.compile(
@@ -65,6 +67,10 @@ POLICY = "; ".join(
     ]
 )
 HEADERS = [(b"content-security-policy", POLICY.encode()), (b"referrer-policy", b"no-referrer")]
+# what a browser may send
+MOST_WORDS = 2**20  # bytes of an event
+FIELDS = ("data", "event_id", "fn_index", "session_hash", "trigger_id")  # of Gradio's events; others are left out
+WRONG = error_response(400, "expected an event of this page.", code="no_event")
 
 
 class Page:
@@ -257,6 +263,87 @@ class Page:
             self.listener.close()
         self.worker.shutdown(wait=False, cancel_futures=True)
         self.folder.cleanup()
+
+
+class PlainEvents:
+    """An ASGI application around Gradio's, to which a browser may send events that hold the values of the page's
+    components, text, numbers and nothing else. Gradio takes more: an object that looks like a file has it read that
+    file, or an address, before any function is called. `inputs`: how many values each of the page's functions takes, by
+    Gradio's number of it."""
+
+    def __init__(self, app: Any, inputs: Mapping[int, int]):
+        self.app = app
+        self.inputs = inputs
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        try:
+            event = self.event(await Request(scope, receive).body())
+        except ClientDisconnect:
+            return
+        if event is None:
+            await WRONG(scope, receive, send)
+            return
+        body = json.dumps(event).encode()
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self.app({**scope, "headers": headers}, _receiving(body, receive), send)
+
+    def event(self, body: bytes) -> dict[str, Any] | None:
+        """Returns an event of the page, of the fields that it has, None for anything else."""
+        try:
+            value = parse_value(body.decode()) if len(body) <= MOST_WORDS else None
+        except ValueError:
+            return None
+        if not isinstance(value, dict):
+            return None
+        event = {name: value[name] for name in FIELDS if name in value}
+        data = event.get("data", [])
+        is_plain = all(_is_plain(part) for name, part in event.items() if name != "data")
+        if not (is_plain and isinstance(data, list) and all(map(_is_plain, data))):
+            return None
+        if "data" not in event:  # one that ends another
+            return event
+        number = event.get("fn_index")
+        is_ours = isinstance(number, int) and not isinstance(number, bool) and self.inputs.get(number) == len(data)
+        return event if is_ours else None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _receiving(body: bytes, receive: Any) -> Any:
+    """Returns an ASGI `receive` that gives a body, then what `receive` gives."""
+    left = [{"type": "http.request", "body": body}]
+
+    async def receiving() -> Any:
+        return left.pop() if left else await receive()
+
+    return receiving
+
+
+class Listener:
+    """Serves an application at an address from a thread of its own, as soon as it is made."""
+
+    def __init__(self, app: Any, host: str, port: int):
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=ENDING)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=(bound(host, port),), name="listener", daemon=True
+        )
+        self._thread.start()
+        while self._thread.is_alive() and not self._server.started:
+            time.sleep(0.01)
+        if not self._server.started:
+            raise RuntimeError(f"nothing can be served at {host}, port {port}; what went wrong is in the log above.")
+
+    def close(self) -> None:
+        """Takes no more requests, and ends those under way."""
+        self._server.should_exit = True
+        self._thread.join()
 
 
 def has_route(method: str, path: str) -> bool:

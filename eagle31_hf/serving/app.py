@@ -14,7 +14,7 @@ from starlette.routing import Route
 from transformers.utils import logging
 
 from ..printable import printable
-from ..web.gate import error_json
+from ..web.gate import FAILED, error_response
 from .body import Served, checked, parsed
 from .clients import AnswerFailedError, Call, ClientGoneError, ClientWatch, ServerStoppingError, current_call
 from .fields import RequestError
@@ -24,7 +24,6 @@ logger = logging.get_logger(__name__)
 # A handler of transformers' server. It takes the fields of a request and its id, and returns the answer.
 Handler = Callable[[dict[str, Any], str], Awaitable[Any]]
 GONE = 499  # the status of an answer whose client has gone; nobody reads it
-INVALID, FAILED = "invalid_request_error", "server_error"  # OpenAI's types of errors
 # every route: its method, and the method of App that answers it
 ROUTES = {
     "/v1/chat/completions": ("POST", "_answer"),
@@ -99,12 +98,11 @@ async def _error_response(request: Request, error: Exception) -> Response:
     """Returns the answer to a request that ended by an error."""
     if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=GONE)
-    status, text = _status_and_body(error, current_call())
-    return Response(text, status, media_type="application/json")
+    return _explained(error, current_call())
 
 
-def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
-    """Returns the status and the JSON of an error: the client's, or the server's own, which is logged whole.
+def _explained(error: Exception, call: Call) -> Response:
+    """Returns the answer of an error: the client's, or the server's own, which is logged whole.
 
     Before the request is queued, what fails is its chat template or its tokens: a template is a program of its
     author's, and may raise anything at messages that it does not expect. Afterwards a ValueError is what generate()
@@ -112,22 +110,22 @@ def _status_and_body(error: Exception, call: Call) -> tuple[int, str]:
     """
     words = " ".join(str(error).split())[:1000] or type(error).__name__
     if isinstance(error, RequestError):
-        return 400, error_json(words, INVALID, error.param, error.code)
+        return error_response(400, words, param=error.param, code=error.code)
     if isinstance(error, HTTPException):
-        return 400 if error.status_code < 500 else error.status_code, error_json(str(error.detail), INVALID)
+        return error_response(400 if error.status_code < 500 else error.status_code, str(error.detail))
     if isinstance(error, ServerStoppingError):
-        return 503, error_json("the server is stopping.", FAILED)
+        return error_response(503, "the server is stopping.", FAILED)
     if call.has_tokens and isinstance(error, ValueError | LookupError | TypeError):
         logger.error(f"an answer could not be read: {printable(words)}", exc_info=error)
-        return 500, error_json(f"the target's answer cannot be read ({type(error).__name__}): {words}", FAILED)
+        return error_response(500, f"the target's answer cannot be read ({type(error).__name__}): {words}", FAILED)
     is_of_request = not call.is_queued or (error is call.error and isinstance(error, ValueError))
     # of memory, a disk or a GPU, whose errors are RuntimeErrors
     is_of_machine = isinstance(error, MemoryError | OSError | RuntimeError) and not isinstance(error, RecursionError)
     if is_of_request and not is_of_machine:
         logger.warning(f"a request was refused: {printable(words)}")
-        return 400, error_json(f"the request is refused: {words}", INVALID)
+        return error_response(400, f"the request is refused: {words}")
     logger.error(f"a request failed: {printable(words)}", exc_info=error)
-    return 500, error_json(f"the answer failed ({type(error).__name__}); the server's log says why.", FAILED)
+    return error_response(500, f"the answer failed ({type(error).__name__}); the server's log says why.", FAILED)
 
 
 async def _ended(pieces: Any, call: Call, has_mark: bool) -> AsyncIterator[Any]:
@@ -142,17 +140,16 @@ async def _ended(pieces: Any, call: Call, has_mark: bool) -> AsyncIterator[Any]:
         except AnswerFailedError:
             if not call.is_gone.is_set():
                 error = call.error or RuntimeError("the answer ended without a reason")
-                yield f"data: {_status_and_body(error, call)[1]}\n\n"
+                yield f"data: {bytes(_explained(error, call).body).decode()}\n\n"
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    message = f"{request.url.path} takes {ROUTES[request.url.path][0]}."
-    return Response(error_json(message, INVALID), 405, media_type="application/json")
+    return error_response(405, f"{request.url.path} takes {ROUTES[request.url.path][0]}.")
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Answers a request at which the server itself has a defect; the traceback is in the log."""
-    return Response(error_json(type(error).__name__, FAILED), 500, media_type="application/json")
+    return error_response(500, type(error).__name__, FAILED)
 
 
 HANDLERS: dict[Any, Any] = {

@@ -11,8 +11,9 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from starlette.responses import Response
 
 from ..json_file import show
 
@@ -21,25 +22,19 @@ MOST_INSIDE = 512  # requests at once
 HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{1,5})?")
 ONCE = (b"host", b"origin", b"authorization", b"content-length")  # headers that would be read in two ways
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+INVALID, FAILED = "invalid_request_error", "server_error"  # OpenAI's types of errors
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The answer to a request that is not let in: its status, and code, message and type of an error as OpenAI's API
-    has them."""
-
-    status: int
-    code: str
-    message: str
-    type: str = "invalid_request_error"
+def error_response(
+    status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None
+) -> Response:
+    """Returns an error as OpenAI's API answers with it. `param`: the field at fault."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return Response(json.dumps({"error": error}), status, headers, "application/json")
 
 
-TOO_LONG = Refusal(413, "too_long", f"the request is longer than {MAX_BODY} bytes; expected less.")
-
-
-def error_json(message: str, kind: str, param: str | None = None, code: str | None = None) -> str:
-    """Returns an error as OpenAI's API writes it. `param`: the field at fault."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+TOO_LONG = error_response(413, f"the request is longer than {MAX_BODY} bytes; expected less.", code="too_long")
 
 
 class Gate:
@@ -88,27 +83,32 @@ class Gate:
         finally:
             self._num_inside -= 1
 
-    def refusal(self, scope: Any) -> Refusal | None:
+    def refusal(self, scope: Any) -> Response | None:
         """Returns why a request is not let in, None where it is."""
         given: dict[bytes, str] = {}
         for name, value in scope["headers"]:
             if name.lower() in given and name.lower() in ONCE:
-                return Refusal(400, "repeated_header", f"{name.decode('latin-1')} is there twice; expected one.")
+                message = f"{name.decode('latin-1')} is there twice; expected one."
+                return error_response(400, message, code="repeated_header")
             given[name.lower()] = value.decode("latin-1")
         host, origin = given.get(b"host", ""), given.get(b"origin")
         if not self._is_allowed_host(host):
             message = f"Host is {show(host)}; expected a name or an address of this server (--allowed-host)."
-            return Refusal(403, "host_not_allowed", message)
+            return error_response(403, message, code="host_not_allowed")
         if origin is not None and not self.any_origin and not _is_same(origin, host):
             message = f"a page of {show(origin)} asks; expected one of this server. Is a proxy to pass Host on?"
-            return Refusal(403, "origin_not_allowed", message)
+            return error_response(403, message, code="origin_not_allowed")
         if not self.has_route(scope["method"], scope["path"]):
-            return Refusal(404, "not_found", f"there is no {show(scope['path'])} for {show(scope['method'])}.")
+            message = f"there is no {show(scope['path'])} for {show(scope['method'])}."
+            return error_response(404, message, code="not_found")
         if self.key is not None and scope["path"] not in self.free and not _has_key(given, self.key):
-            return Refusal(401, "invalid_api_key", "expected the key of this server: Authorization: Bearer KEY.")
+            message = "expected the key of this server: Authorization: Bearer KEY."
+            return error_response(401, message, code="invalid_api_key")
         if self._num_inside >= MOST_INSIDE:
-            return Refusal(503, "busy", f"{MOST_INSIDE} requests wait already.", "server_error")
-        return TOO_LONG if _is_too_long(given.get(b"content-length", "0")) else None
+            return error_response(503, f"{MOST_INSIDE} requests wait already.", FAILED, code="busy")
+        length = given.get(b"content-length", "0")  # of which int() refuses thousands of digits
+        is_too_long = length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY
+        return TOO_LONG if is_too_long else None
 
     def _is_allowed_host(self, host: str) -> bool:
         """Returns whether a request with this `Host` was meant for this server. One that was sent to an IP address was:
@@ -140,21 +140,11 @@ class _Answer:
             message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
         await self._send(message)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: Response) -> None:
         """Sends why the request is not let in, unless it has been answered."""
         if not self._has_begun:
-            await refuse(self.send, refusal)
+            await refusal({"type": "http"}, None, self.send)
         self._is_refused = True
-
-
-async def refuse(send: Any, refusal: Refusal) -> None:
-    """Answers a request by ASGI's `send`."""
-    body = error_json(refusal.message, refusal.type, code=refusal.code).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _limited(receive: Any, answer: _Answer) -> Any:
@@ -183,7 +173,3 @@ def _is_same(origin: str, host: str) -> bool:
 def _has_key(headers: dict[bytes, str], key: str) -> bool:
     scheme, _, given = headers.get(b"authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
-
-
-def _is_too_long(length: str) -> bool:
-    return length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY  # int() refuses thousands of digits

@@ -16,7 +16,7 @@ from eagle31_hf import demo
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-from eagle31_hf.serving.app import _status_and_body  # noqa: E402 -- behind the check that the extra is there
+from eagle31_hf.serving.app import _explained  # noqa: E402 -- behind the check that the extra is there
 from eagle31_hf.serving.body import Served, checked  # noqa: E402
 from eagle31_hf.serving.clients import Call, Limits  # noqa: E402
 from eagle31_hf.serving.fields import RequestError  # noqa: E402
@@ -145,12 +145,12 @@ def test_what_fails_on_the_server_s_side_is_its_own():
     queued = Call(is_queued=True)
     for error in (RuntimeError("CUDA error"), MemoryError(), OSError("disk")):
         for call in (Call(), queued):
-            assert _status_and_body(error, call)[0] == 500
+            assert _explained(error, call).status_code == 500
     for error in (TypeError("x"), KeyError("x"), RecursionError(), ValueError("x")):
-        assert _status_and_body(error, Call())[0] == 400
-        assert _status_and_body(error, queued)[0] == 500
+        assert _explained(error, Call()).status_code == 400
+        assert _explained(error, queued).status_code == 500
     queued.error = ValueError("of generate()")
-    assert _status_and_body(queued.error, queued)[0] == 400
+    assert _explained(queued.error, queued).status_code == 400
 
 
 def test_variables_of_a_template_are_not_arguments_of_what_renders_it():
