@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import checking_forwards, context_of, room_for, why_too_long
-from .detokenizer import Detokenizer
 
 MIN_NODES, MAX_NODES = 2, 64  # of a tree that a user of a chat chooses
+UNFINISHED = "\ufffd"  # what the bytes of a character are shown as that is not complete
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class Conversation:
     def _decode_alone(self, ids: Tensor, options: dict[str, Any], building: "_AnswerBuilder") -> None:
         target: Any = self.target
         with self._checking_pieces(options, ids.shape[1], building):
-            target.generate(ids, **options, streamer=_TokenStreamer(building))
+            target.generate(ids, **options, stopping_criteria=StoppingCriteriaList([building.add_last]))
 
     def _checking_pieces(
         self, options: dict[str, Any], num_new: int, building: "_AnswerBuilder"
@@ -288,6 +287,36 @@ def trees(depth: int, nodes: int, begun: dict[str, Any]) -> dict[str, Any]:
     return Shape(depth, top_k if is_tree else TREE_SHAPE.top_k, nodes).knobs
 
 
+class Detokenizer:
+    """Returns the text that each token adds. Put together that is the text of all of them, although a token's text may
+    depend on the token before it, and a character may take several tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        # those of the text returned last, which the next one's may depend on, and those after them
+        self._ids = list[int]()
+        self._known = 0  # how many of them are of the text returned last
+
+    def add(self, token: int) -> str:
+        """Returns what the token adds to the text; nothing while a character is not complete."""
+        self._ids.append(token)
+        text = self._new_text()
+        if text.endswith(UNFINISHED):
+            return ""
+        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        return text
+
+    def end(self) -> str:
+        """Returns the text that is left: the beginning of a character that never was completed."""
+        return self._new_text() if len(self._ids) > self._known else ""
+
+    def _new_text(self) -> str:
+        return self._text(self._ids)[len(self._text(self._ids[: self._known])) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+
+
 class _AnswerBuilder:
     """Fills an answer while it is generated, and shows what is new of it. Raises _StopError once that is asked for."""
 
@@ -303,6 +332,11 @@ class _AnswerBuilder:
         """Takes a round of the only sequence of a batch."""
         [tokens], [num_accepted] = found.tokens, found.num_accepted
         self.add(tokens, num_accepted or 0)
+
+    def add_last(self, ids: Tensor, scores: Any, **_: Any) -> bool:
+        """Takes the last of ids (1, T), which the target generates alone. A stopping criterion, by which none ends."""
+        self.add(ids[0, -1:].tolist())
+        return False
 
     def add(self, tokens: list[int], num_accepted: int = 0) -> None:
         """Takes the tokens of a forward of the target, the first of which were accepted drafts."""
@@ -334,20 +368,3 @@ class _AnswerBuilder:
             self.answer.pieces.append(Piece(rest, False))
             self._show(self.answer.pieces[-1:], self.answer.figures)
         return self.answer
-
-
-class _TokenStreamer(BaseStreamer):
-    """Gives a builder what the target generates alone, token by token."""
-
-    def __init__(self, building: _AnswerBuilder):
-        self._building = building
-        self._is_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        """Takes the prompt first, then a token at a time."""
-        if not self._is_prompt:
-            self._building.add(value.flatten().tolist())
-        self._is_prompt = False
-
-    def end(self) -> None:
-        """Does nothing: every token was given on when it came."""

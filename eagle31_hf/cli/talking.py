@@ -30,8 +30,7 @@ def chat(args: argparse.Namespace) -> int:
     """Chats in the terminal; lines that are piped in are answered one after another."""
     from rich.console import Console
 
-    from ..chat.screen import Screen
-    from ..chat.terminal import TerminalChat
+    from ..chat.terminal import Screen, TerminalChat
 
     conversation = conversations(args)()
     is_terminal = sys.stdin is not None and sys.stdin.isatty()

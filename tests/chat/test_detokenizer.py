@@ -3,7 +3,7 @@
 import pytest
 
 from eagle31_hf import demo
-from eagle31_hf.chat.detokenizer import Detokenizer
+from eagle31_hf.chat.conversation import Detokenizer
 
 TEXTS = ["def main(argv):\n    return 0\n", "naïve 🦅 世界 ∑", " leading and  double  spaces", ""]
 

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from eagle31_hf import demo
 from eagle31_hf.chat.conversation import Figures, Piece
-from eagle31_hf.chat.screen import Screen
-from eagle31_hf.chat.terminal import COMMANDS, TerminalChat, interruptible
+from eagle31_hf.chat.terminal import COMMANDS, Screen, TerminalChat, interruptible
 from eagle31_hf.cli import main
 
 WORDS = "class Parser(object):"
