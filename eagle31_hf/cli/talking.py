@@ -80,7 +80,7 @@ def serve(args: argparse.Namespace) -> int:
     """Serves until it is stopped."""
     if not is_serve_available():
         raise ImportError("serving needs fastapi, uvicorn, openai and pydantic: pip install eagle31_hf[serve]")
-    from ..serving.server import Access, DraftingServer
+    from ..serving.server import DraftingServer
 
     check_address(args.host, args.port)
     refuse_drafter(args.target)
@@ -90,17 +90,21 @@ def serve(args: argparse.Namespace) -> int:
             " folder without."
         )
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
-    access = Access(None if key is None else key_of(key), args.cors, args.allowed_host)
-    if access.key is None:
+    if key is None:
         warn_if_reachable(args.host, f"--api-key KEY (or {KEY_VARIABLE}) asks for one")
+    elif not key or not all("!" <= sign <= "~" for sign in key):  # no header could carry it
+        said = f"--api-key or {KEY_VARIABLE}: expected a key of ASCII letters, digits and signs, without spaces."
+        raise ValueError(said)
     progress(f"loading {args.target} and {args.drafter}")
     DraftingServer(
         args.target,
         lambda target: load_drafter(args, target),
         knobs_of(args),
         progress,
-        access,
         args.prefix_cache_tokens,
+        key,
+        args.cors,
+        args.allowed_host,
         host=args.host,
         port=args.port,
         device=args.device,
@@ -108,15 +112,6 @@ def serve(args: argparse.Namespace) -> int:
         chat_template_kwargs=json.dumps(dict(args.template_option)),
     )
     return 0
-
-
-def key_of(text: str) -> str:
-    """Returns the key that requests must bring. Raises ValueError for one that no header can carry."""
-    if not text or not all("!" <= sign <= "~" for sign in text):
-        raise ValueError(
-            f"--api-key or {KEY_VARIABLE}: expected a key of ASCII letters, digits and signs, without spaces."
-        )
-    return text
 
 
 def warn_if_reachable(host: str, remedy: str) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 
 from ..json_file import levels, parse_value
 from ..targets.context import why_too_long
-from .fields import FIELDS, GENERATION, IGNORED, MOST_ITEMS, ONLY_DEFAULT, REQUIRED, RequestError, is_number, shown
+from .fields import (
+    FIELDS,
+    GENERATION,
+    IGNORED,
+    MOST_ITEMS,
+    ONLY_DEFAULT,
+    REQUIRED,
+    RequestError,
+    expect,
+    is_number,
+    shown,
+)
 from .messages import MOST_IMAGES, checked_input, checked_messages, checked_tools, images
 
 MOST_VALUES = 200_000
@@ -81,12 +92,10 @@ def _check_field(name: str, value: Any, route: str) -> None:
     """Raises RequestError for a field that there is not, and for a value that it cannot have."""
     fields = FIELDS[route]
     if name in fields:
-        if not fields[name].holds(value):
-            raise RequestError(f"{name} is {shown(value)}; expected {fields[name].expected}.", name)
+        expect(fields[name].holds(value), value, fields[name].expected, name)
     elif name in ONLY_DEFAULT:
-        if not any(value == usual and type(value) is type(usual) for usual in ONLY_DEFAULT[name]):
-            expected = " or ".join(map(shown, ONLY_DEFAULT[name]))
-            raise RequestError(f"{name} is {shown(value)}; expected {expected}: nothing else is served.", name)
+        is_usual = any(value == usual and type(value) is type(usual) for usual in ONLY_DEFAULT[name])
+        expect(is_usual, value, f"{' or '.join(map(shown, ONLY_DEFAULT[name]))}: nothing else is served", name)
     elif name not in IGNORED:
         raise RequestError(f"{shown(name)} is no field of {route}; expected some of {', '.join(fields)}.", name)
 
@@ -130,8 +139,7 @@ def _check_argument(name: str, value: Any, served: Served) -> None:
     """Raises RequestError for an argument of generate() that a client may not give, or not with this value."""
     if name not in GENERATION:
         raise RequestError(f"{CONFIG} has {shown(name)}; expected some of {', '.join(GENERATION)}.", CONFIG)
-    if not GENERATION[name].holds(value):
-        raise RequestError(f"{CONFIG}.{name} is {shown(value)}; expected {GENERATION[name].expected}.", CONFIG)
+    expect(GENERATION[name].holds(value), value, GENERATION[name].expected, f"{CONFIG}.{name}", CONFIG)
     if not name.endswith(("_token_id", "_tokens")) or name.endswith("_new_tokens"):
         return
     ids = value if isinstance(value, list) else [value]
@@ -164,9 +172,8 @@ def _template_options(values: dict[str, Any], served: Served) -> dict[str, Any]:
             message = f"{TEMPLATE_OPTIONS} has {shown(name)}; expected variables that the chat template reads: {known}."
             raise RequestError(message, TEMPLATE_OPTIONS)
         is_text = isinstance(value, str) and len(value) <= LONGEST_OPTION
-        if not (is_text or value is None or isinstance(value, bool) or is_number(value)):
-            message = f"{TEMPLATE_OPTIONS}.{name} is {shown(value)}; expected text, a number, true or false."
-            raise RequestError(message, TEMPLATE_OPTIONS)
+        is_plain = is_text or value is None or isinstance(value, bool) or is_number(value)
+        expect(is_plain, value, "text, a number, true or false", f"{TEMPLATE_OPTIONS}.{name}", TEMPLATE_OPTIONS)
     return {name: value for name, value in values.items() if name in served.template_options}
 
 

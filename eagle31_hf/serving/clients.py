@@ -9,8 +9,6 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.cli.serving.utils import GenerateManager, _StreamError
 
@@ -72,11 +70,11 @@ class StopConditions(StoppingCriteria):
         current_call().has_tokens = True
         self.check()
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
         """Notes a token of a generate() without drafter, and checks, as one of its stopping criteria: it stops none of
         the sequences by itself."""
         self.note_round(None)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return False
 
 
 @dataclass(frozen=True)

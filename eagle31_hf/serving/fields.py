@@ -27,6 +27,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def expect(holds: Any, value: Any, expected: str, where: str, param: str | None = None) -> None:
+    """Raises RequestError, with what is `expected`, unless it `holds` of the value that stands at `where`."""
+    if not holds:
+        raise RequestError(f"{where} is {shown(value)}; expected {expected}.", param or where)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A field of a request: the values it may have, in words and as a test. `is_real`: integers among them stand for

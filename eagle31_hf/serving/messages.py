@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..images import open_image
-from .fields import RequestError, shown
+from .fields import RequestError, expect, shown
 
 ROLE = re.compile(r"[A-Za-z][\w-]{0,31}")
 ANSWERING = ("assistant", "tool", "function")  # roles whose content may be null
@@ -38,7 +38,7 @@ def checked_input(value: str | list[Any], reads_images: bool) -> str | list[Any]
     if isinstance(first, dict) and "role" not in first and first.get("type") in ITEMS:
         raise RequestError(f"input[0].type is {shown(first['type'])}; expected a message first.", "input[0]")
     if not (isinstance(first, dict) and "role" in first):
-        return _parts(value, reads_images, "input")
+        return _content(value, reads_images, "input")
     return [_item(item, reads_images, f"input[{i}]") for i, item in enumerate(value)]
 
 
@@ -49,8 +49,8 @@ def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            raise RequestError(f"{where} is {shown(tool)}; expected an object of type 'function'.", where)
+        is_function = isinstance(function, dict) and tool.get("type") == "function"
+        expect(is_function, tool, "an object of type 'function'", where)
         _text(function, "name", f"{where}.function")
         found.append({"type": "function", "function": {name: function[name] for name in function if name != "type"}})
     return found
@@ -66,34 +66,25 @@ def images(messages: str | list[Any]) -> Iterator[str]:
 
 
 def _message(message: Any, reads_images: bool, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise RequestError(f"{where} is {shown(message)}; expected an object with role and content.", where)
+    expect(isinstance(message, dict), message, "an object with role and content", where)
     role, calls = message.get("role"), message.get("tool_calls")
-    if not (isinstance(role, str) and ROLE.fullmatch(role)):
-        raise RequestError(f"{where}.role is {shown(role)}; expected a role, as 'user'.", f"{where}.role")
+    expect(isinstance(role, str) and ROLE.fullmatch(role), role, "a role, as 'user'", f"{where}.role")
     has_no_words = message.get("content") is None and (role in ANSWERING or bool(calls))
     content = "" if has_no_words else _content(message.get("content"), reads_images, f"{where}.content")
     found: dict[str, Any] = {"role": role, "content": content}
     if calls not in (None, []):  # as clients send back an answer without calls
-        where_calls = f"{where}.tool_calls"
-        if not isinstance(calls, list):
-            raise RequestError(f"{where_calls} is {shown(calls)}; expected a list of calls.", where_calls)
-        found["tool_calls"] = [_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)]
+        expect(isinstance(calls, list), calls, "a list of calls", f"{where}.tool_calls")
+        found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     if message.get("tool_call_id") is not None:
         found["tool_call_id"] = _text(message, "tool_call_id", where)
     return found
 
 
 def _content(content: Any, reads_images: bool, where: str) -> str | list[dict[str, Any]]:
+    expect(isinstance(content, str | list), content, "text or a list of parts", where)
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return _parts(content, reads_images, where)
-    raise RequestError(f"{where} is {shown(content)}; expected text or a list of parts.", where)
-
-
-def _parts(parts: list[Any], reads_images: bool, where: str) -> list[dict[str, Any]]:
-    return [_part(part, reads_images, f"{where}[{i}]") for i, part in enumerate(parts)]
+    return [_part(part, reads_images, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
 def _part(part: Any, reads_images: bool, where: str) -> dict[str, Any]:
@@ -116,7 +107,7 @@ def _address(part: dict[str, Any]) -> Any:
 def check_image(url: Any, where: str) -> None:
     """Raises RequestError for what is no image, and for one that is too large."""
     found = IMAGE.fullmatch(url) if isinstance(url, str) else None
-    if not found:
+    if found is None:
         raise RequestError(f"{where} is {shown(url)}; expected data:image/...;base64,...", where)
     try:
         open_image(base64.b64decode(found[1]), MOST_PIXELS)
@@ -126,8 +117,7 @@ def check_image(url: Any, where: str) -> None:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise RequestError(f"{where} is {shown(call)}; expected an object with a function.", where)
+    expect(isinstance(function, dict), call, "an object with a function", where)
     named = {"name": _text(function, "name", f"{where}.function")}
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     own = {"id": _text(call, "id", where)} if call.get("id") is not None else {}
@@ -140,8 +130,7 @@ def _arguments(arguments: Any, where: str) -> str | dict[str, Any]:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} is {shown(arguments)}; expected a JSON object, as text.", where)
+    expect(isinstance(value, dict), arguments, "a JSON object, as text", where)
     return arguments or "{}"
 
 
@@ -150,16 +139,14 @@ def _item(item: Any, reads_images: bool, where: str) -> dict[str, Any]:
     if isinstance(item, dict) and "role" in item:
         return _message(item, reads_images, where)
     kind = item.get("type") if isinstance(item, dict) else None
-    if kind not in ITEMS:
-        known = ", ".join(ITEMS)
-        raise RequestError(f"{where} is {shown(item)}; expected a message, or an object of type {known}.", where)
+    expect(kind in ITEMS, item, f"a message, or an object of type {', '.join(ITEMS)}", where)
     return {"type": kind, **ITEMS[kind](item, reads_images, where)}
 
 
 def _reasoning(item: dict[str, Any], reads_images: bool, where: str) -> dict[str, Any]:
     parts = item.get("content") or []
-    if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
-        raise RequestError(f"{where}.content is {shown(parts)}; expected a list of parts.", where)
+    are_parts = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    expect(are_parts, parts, "a list of parts", f"{where}.content")
     return {"content": [{"text": _text(part, "text", f"{where}.content[{i}]")} for i, part in enumerate(parts)]}
 
 
@@ -177,6 +164,5 @@ ITEMS = {"reasoning": _reasoning, "function_call": _function_call, "function_cal
 
 
 def _text(holder: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(holder.get(name), str):
-        raise RequestError(f"{where}.{name} is {shown(holder.get(name))}; expected text.", f"{where}.{name}")
+    expect(isinstance(holder.get(name), str), holder.get(name), "text", f"{where}.{name}")
     return holder[name]

@@ -5,7 +5,6 @@ Its handlers make the answers; what stands around them, routes, checks of reques
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from typing import Any, cast
@@ -41,24 +40,15 @@ TEXT_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config"
 ENDING = 5  # seconds that answers have to end once a signal asks the server to stop
 
 
-@dataclass(frozen=True)
-class Access:
-    """The rules of who may ask: `key`, which every request must bring, None: no key; `any_origin`: web pages of any
-    origin; `hosts`: names that the server is known by, besides its address."""
-
-    key: str | None = None
-    any_origin: bool = False
-    hosts: Sequence[str] = ()
-
-
 class DraftingServer(Serve):
     """Loads `target`, a folder or Hub repository, and serves it until it is stopped.
 
     `load_drafter` gets the target and returns its drafter; `knobs` are arguments of every generate() call, as
     num_assistant_tokens; `announce` is told the addresses; `prefix_cache_tokens` is `most_tokens` of a `PrefixCache`.
-    `options` are those of `transformers serve`: host, port, device, dtype, reasoning and others. A request that cannot
-    be drafted is answered by the target alone. Raises what loading raises, and what generate() does where the two do
-    not fit each other: before a request is taken.
+    Who may ask: `key`, which every request must bring, None: no key; `any_origin`: web pages of any origin; `hosts`:
+    names that the server is known by, besides its address. `options` are those of `transformers serve`: host, port,
+    device, dtype, reasoning and others. A request that cannot be drafted is answered by the target alone. Raises what
+    loading raises, and what generate() does where the two do not fit each other: before a request is taken.
     """
 
     def __init__(
@@ -67,16 +57,19 @@ class DraftingServer(Serve):
         load_drafter: Callable[[PreTrainedModel], Eagle31DrafterModel],
         knobs: dict[str, Any],
         announce: Callable[[str], None],
-        access: Access = Access(),
         prefix_cache_tokens: int = MOST_TOKENS,
+        key: str | None = None,
+        any_origin: bool = False,
+        hosts: Sequence[str] = (),
         **options: Any,
     ):
         self.target = target
         self.load_drafter = load_drafter
         self.knobs = knobs
         self.announce = announce
-        self.access = access
         self.prefix_cache_tokens = prefix_cache_tokens
+        self.key, self.any_origin = key, any_origin
+        self.hosts = hosts
         self.metrics = Metrics()
         self.stop_conditions = StopConditions()
         # The base class calls `start_server` at the end, where everything is loaded. It would then wait for a thread
@@ -98,7 +91,10 @@ class DraftingServer(Serve):
             reads_images=reads_images and hasattr(processor, "image_processor"),
         )
         drafter = self.load_drafter(target)
-        try_pair(target, drafter, self.knobs)
+        ids = torch.tensor(TRIED_PROMPT, device=target.device)
+        trial: dict[str, Any] = {"max_new_tokens": TRIED_TOKENS, "do_sample": False, **self.knobs}
+        # raises where drafter and target do not fit each other
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **trial)
         answer = max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
         limits = Limits(served.context, answer, piece_of(target, drafter, **self.knobs))
         target.generate = self._watched(target, drafter)  # of this model alone; the class keeps its own
@@ -163,16 +159,15 @@ class DraftingServer(Serve):
             "/v1/completions": self._completion_handler.handle_request,
             "/v1/responses": self._response_handler.handle_request,
         }
-        access = self.access
         gate = Gate(
             App(served, handlers, self.metrics).application(),
-            [self.server.config.host, *access.hosts],
+            [self.server.config.host, *self.hosts],
             lambda method, path: path in ROUTES,
-            key=access.key,
+            key=self.key,
             free=FREE,
-            any_origin=access.any_origin,
+            any_origin=self.any_origin,
         )
-        if not access.any_origin:
+        if not self.any_origin:
             return gate
         return CORSMiddleware(gate, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
@@ -213,10 +208,3 @@ def template_arguments(processor: Any) -> frozenset[str]:
     """Returns the names of arguments of what renders a chat template: by them a client could name another template."""
     renderers = (processor.apply_chat_template, getattr(processor, "tokenizer", processor).apply_chat_template)
     return frozenset(name for each in renderers for name in inspect.signature(each).parameters) | {"messages"}
-
-
-def try_pair(target: Any, drafter: Any, knobs: dict[str, Any]) -> None:
-    """Drafts a few tokens. Raises what generate() does where drafter and target do not fit each other."""
-    ids = torch.tensor(TRIED_PROMPT, device=target.device)
-    options: dict[str, Any] = {"max_new_tokens": TRIED_TOKENS, "do_sample": False, **knobs}
-    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **options)
