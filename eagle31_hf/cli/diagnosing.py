@@ -11,25 +11,20 @@ from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment
 from ..generation.planning.costs import MAX_DEPTH
 from ..modeling import Eagle31DrafterModel, refuse_parallel
 from ..printable import printable
-from ..reports.acceptance_report import acceptance_report
-from ..reports.acceptance_study import AcceptanceStudy, Settings
-from ..reports.against import against, read_earlier
+from ..reports.acceptance_report import acceptance_report, against, read_earlier
+from ..reports.acceptance_study import RIVALS, AcceptanceStudy, Settings
 from ..reports.document import Report
 from ..reports.drift_report import drift_report
 from ..reports.drift_study import DriftStudy, default_lengths
 from ..reports.journal import Journal, check_folder, open_journal
 from ..reports.plots import check_installed
 from ..reports.prompts import NAMED_SETS, Prompts, Renderer, read_sources
-from ..reports.rivals import RIVALS
-from ..reports.text import terminal
-from ..reports.writing import write_report
+from ..reports.writing import terminal, write_report
 from ..storage.fingerprints import digest, weights_fingerprint
 from ..targets.context import context_of
 from ..training.images import images_of
 from .loading import load_causal_lm, load_processor, load_tokenizer
 from .parsing import DTYPES, LARGEST, Parser, number, positive, progress, reading_options, show
-
-above_zero = number(0, above=True)
 
 
 def drift(args: argparse.Namespace) -> int:
@@ -203,7 +198,7 @@ def add_bench(parser: Parser) -> None:
     by = "by the text's own words or with the drafter in its own loop"
     for name, kind, what in (
         ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
-        ("temperatures", above_zero, "to sample at"),
+        ("temperatures", number(0, above=True), "to sample at"),
         ("concurrency", positive, "prompts in a batch"),
         ("rivals", RIVALS, f"speculation of transformers itself to measure besides, {by}"),
     ):

@@ -20,7 +20,7 @@ from ..reports.document import Column, Table
 from ..reports.figures import accepted_length, speedup, tokens_per_second
 from ..reports.journal import Journal
 from ..reports.prompts import Prompts, Renderer, Source
-from ..reports.text import aligned
+from ..reports.writing import aligned
 from ..targets.context import context_of, room_for
 from ..training.skipped import refused_by
 from .loading import add_pair, knobs_of, load_causal_lm, load_drafter, load_tokenizer, sampling_options

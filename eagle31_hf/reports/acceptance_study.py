@@ -5,7 +5,7 @@ Speed is measured prompt by prompt, the target alone and every way in turn: mach
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..acceptance import Round, track_acceptance, watch_rounds
 from ..bench import Shape, synchronize
 from ..diagnostics.acceptance import counts_of
+from ..generation.candidate_generator import Eagle31CandidateGenerator
 from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..training.answers import stop_ids
@@ -28,9 +29,7 @@ from ..training.skipped import Skipped
 from .document import Generation
 from .figures import Row
 from .journal import Study, counted, place
-from .perturbed import PERTURBATIONS, Change
-from .prompts import Renderer, Source
-from .rivals import Generate, rivals
+from .prompts import PERTURBATIONS, Change, Renderer, Source
 
 ALONE = "the target alone"
 SERVED = "as served"
@@ -42,6 +41,11 @@ TEMPERATURE = "temperature"
 CONCURRENCY = "concurrency"
 WARM_UP = 8  # tokens
 PROMPT_END = 240  # characters of a prompt that are shown
+# rivals: ways of speculating that transformers has itself, greedily and one prompt at a time
+LOOKUP, LOOP = "prompt-lookup", "assisted-loop"
+RIVALS = (LOOKUP, LOOP)
+LOOKUP_LENGTHS = (3, 10)  # tokens: those of transformers' own example, and those of the method's authors
+Generate = Callable[..., Tensor]  # ids (B, T) and arguments of generate() -> sequences (B, T + N)
 Batch = list[Tensor]  # ids (T,) of prompts that are decoded at once
 Who = tuple[str, str]  # decodes: a drafter by its label and the way it drafts; a rival by its name; TARGET_ALONE
 TARGET_ALONE: Who = (ALONE, "")
@@ -299,4 +303,45 @@ def _in_order(drafts: Sequence[int], parents: Sequence[int], accepted: Sequence[
         is_accepted = is_on_path and depth <= len(accepted) and drafts[node - 1] == accepted[depth - 1]
         found.append((node, depth, is_accepted))
         left += [(child, depth + 1, is_accepted) for child in reversed(children.get(node, []))]
+    return found
+
+
+def rivals(
+    names: tuple[str, ...], target: Any, drafters: Mapping[str, Eagle31DrafterModel], depth: int
+) -> dict[str, Generate]:
+    """Returns how rivals decode, by what a report calls them: by prompt lookup, which drafts the tokens that followed
+    the text's last ones where these occurred before, and by `in_their_loop`, which drafts chains of `depth`."""
+    found = dict[str, Generate]()
+    if LOOKUP in names:
+        for count in LOOKUP_LENGTHS:
+            found[f"prompt lookup, {count} tokens"] = partial(target.generate, prompt_lookup_num_tokens=count)
+    if LOOP in names:
+        for label, drafter in drafters.items():
+            name = f"{label} in transformers' assisted loop, {depth} deep"
+            found[name] = partial(in_their_loop, target, drafter, depth)
+    return found
+
+
+def in_their_loop(target: Any, drafter: Eagle31DrafterModel, depth: int, ids: Tensor, **options: Any) -> Tensor:
+    """Generates in the loop which transformers has for assistants, with chains that a drafter drafts through an
+    `Eagle31CandidateGenerator`. Raises RuntimeError where the loop did not ask for it, as in a release that finds its
+    assistant by another name."""
+    made = Eagle31CandidateGenerator(drafter, target, depth, ids.shape[1] + options["max_new_tokens"])
+    asked = list[dict[str, Any]]()
+
+    def ours(**arguments: Any) -> Eagle31CandidateGenerator:
+        asked.append(arguments)
+        return made
+
+    target._get_candidate_generator = ours
+    try:
+        with made:  # asked for prompt lookup, generate() enters the loop
+            found: Tensor = target.generate(ids, prompt_lookup_num_tokens=depth, **options)
+    finally:
+        del target._get_candidate_generator
+    if not asked:
+        raise RuntimeError(
+            "transformers' loop did not draft with the drafter: this release finds its assistant in another way;"
+            " expected transformers 5.17 to 5.24, or no assisted-loop among the rivals."
+        )
     return found

@@ -7,7 +7,17 @@ from ..diagnostics.attention_mass import KINDS
 from ..diagnostics.drift import NUM_RECENT, Drift, drift_of
 from .document import GOOD, NOTE, WARNING, Chart, Column, Finding, HeatMap, Report, Section, Series, Table
 from .drift_study import FALLEN, PLAIN, Measured, context_name
-from .figures import Figure, Row, acceptance_by_depth, accepted_drafts, accepted_length, kept, mean_by_depth, series_of
+from .figures import (
+    EXPLAINED,
+    Figure,
+    Row,
+    acceptance_by_depth,
+    accepted_drafts,
+    accepted_length,
+    kept,
+    mean_by_depth,
+    series_of,
+)
 from .prompts import LENGTHENED
 
 GROWTH = 1.25  # of the state over all depths, from which on it is said to grow
@@ -75,11 +85,7 @@ def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
     chart = Chart("Acceptance by depth", "depth", "share of drafted tokens", [*range(1, depth + 1)], series)
     return Section(
         "Acceptance",
-        (
-            "Accepted length is the tokens that a forward of the target gives, the bonus token included; accepted"
-            " drafts are those without it. In brackets and as bands: 95% intervals by bootstrap over prompts. By depth:"
-            " the share of drafted tokens that are accepted."
-        ),
+        f"{EXPLAINED} By depth: the share of drafted tokens that are accepted.",
         [Table("by drafter", [*map(Column, names)], rows), chart.table("by depth")],
         [chart],
     )

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from eagle31_hf import Eagle31CandidateGenerator
 from eagle31_hf.generation.proposer import Proposer
 from eagle31_hf.generation.rejection_sampler import RejectionSampler
-from eagle31_hf.reports.rivals import in_their_loop
+from eagle31_hf.reports.acceptance_study import in_their_loop
 from eagle31_hf.targets.layers import target_states
 
 LENGTH = 20

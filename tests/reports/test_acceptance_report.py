@@ -17,10 +17,11 @@ from reports.studies import tiny_prompts
 from eagle31_hf import Eagle31CandidateGenerator, demo, track_acceptance
 from eagle31_hf.bench import AUTO_SHAPE, Shape, forward_times, synchronize
 from eagle31_hf.diagnostics.drift import measure_drift
-from eagle31_hf.reports.acceptance_report import acceptance_report, findings_of
+from eagle31_hf.reports.acceptance_report import acceptance_report, against, findings_of, read_earlier
 from eagle31_hf.reports.acceptance_study import (
     ALONE,
     PERTURBED,
+    RIVALS,
     SERVED,
     TARGET_ALONE,
     TURN,
@@ -30,12 +31,9 @@ from eagle31_hf.reports.acceptance_study import (
     Settings,
     row_of,
 )
-from eagle31_hf.reports.against import against, read_earlier
 from eagle31_hf.reports.document import GOOD, NOTE, WARNING, Generation
 from eagle31_hf.reports.journal import Journal
-from eagle31_hf.reports.perturbed import FOREIGN, PERTURBATIONS
-from eagle31_hf.reports.prompts import Prompts, Renderer
-from eagle31_hf.reports.rivals import RIVALS
+from eagle31_hf.reports.prompts import FOREIGN, PERTURBATIONS, Prompts, Renderer
 from eagle31_hf.reports.writing import write_report
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.images import images_of

@@ -16,8 +16,7 @@ from eagle31_hf.reports.document import GOOD, NOTE, SCHEMA, WARNING, Chart, Colu
 from eagle31_hf.reports.drift_report import drift_report, findings_of
 from eagle31_hf.reports.drift_study import PLAIN, Context, default_lengths, remedies_of
 from eagle31_hf.reports.journal import Journal
-from eagle31_hf.reports.text import terminal
-from eagle31_hf.reports.writing import write_report
+from eagle31_hf.reports.writing import terminal, write_report
 
 
 class Outline(HTMLParser):

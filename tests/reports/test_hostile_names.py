@@ -22,8 +22,7 @@ from eagle31_hf.reports.document import (
     Series,
     Table,
 )
-from eagle31_hf.reports.text import markdown
-from eagle31_hf.reports.writing import page, write_report
+from eagle31_hf.reports.writing import markdown, page, write_report
 
 OURS = {"kind", "level", "format", "x_label", "y_label"}  # fields whose text is never another's
 ROUND = {"accepted": ["w"], "bonus": "w", "drafts": [{"text": "w", "depth": 1, "is_accepted": True}]}
