@@ -23,13 +23,7 @@ from .parsing import Parser, positive, progress, reading_options, show
 def info(args: argparse.Namespace) -> int:
     """Shows a checkpoint's format and config, and why it was read so."""
     checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
-    report = _report(checkpoint)
-    show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
-    return 0
-
-
-def _report(checkpoint: Any) -> dict[str, Any]:
-    return {
+    report = {
         "kind": kind(checkpoint.config),
         "format": checkpoint.format,
         "native": checkpoint.is_native,
@@ -39,6 +33,8 @@ def _report(checkpoint: Any) -> dict[str, Any]:
         "exports": {name: refusal(checkpoint.config, name) or "yes" for name in EXPORT_FORMATS},
         "config": checkpoint.config.to_dict(),
     }
+    show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
+    return 0
 
 
 def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
@@ -64,7 +60,6 @@ def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[st
 def convert(args: argparse.Namespace) -> int:
     """Converts a folder or a repository to the native format."""
     progress(f"converting {args.source}")
-    url = None
     if args.create_pr:
         if args.destination is not None or args.discard_original:
             raise ValueError(
@@ -73,10 +68,8 @@ def convert(args: argparse.Namespace) -> int:
         checkpoint, url = convert_on_hub(args.source, **reading_options(args))
         where = url or f"{args.source}: nothing to do, it is native already"
     else:
-        options = reading_options(args)
-        checkpoint = convert_checkpoint(
-            args.source, args.destination, discard_original=args.discard_original, **options
-        )
+        how = {"discard_original": args.discard_original, **reading_options(args)}
+        checkpoint = convert_checkpoint(args.source, args.destination, **how)
         where = str(checkpoint.folder)
     lines = [f"native checkpoint: {where}", *checkpoint.reasons, *(f"note: {note}" for note in checkpoint.notes)]
     show(args, {"result": where, "reasons": checkpoint.reasons, "notes": checkpoint.notes}, "\n".join(lines))

@@ -106,26 +106,22 @@ def outlook(args: Namespace) -> str:
     return left_behind + (" What was downloaded stays in the Hub's cache." if is_remote else "")
 
 
-def raise_on_signals() -> None:
-    """Makes the first signal of STOPPING raise Stopped; the second one ends the process at once."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        on_signals(signal.SIG_DFL)
-        raise Stopped(number)
-
-    on_signals(stop)
-
-
 def as_program(run: Callable[[], int]) -> int:
-    """Runs the command as the program of this process.
+    """Runs the command as the program of this process, in which the first signal of STOPPING raises Stopped, and the
+    second one ends the process at once.
 
     Returns its exit status, unless a signal or a closed output ends the process.
     """
+
+    def raise_stopped(number: int, frame: FrameType | None) -> None:
+        on_signals(signal.SIG_DFL)
+        raise Stopped(number)
+
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a locale may be unable to encode what a model generates
     logging.setLogRecordFactory(PrintableRecord)
-    raise_on_signals()
+    on_signals(raise_stopped)
     try:
         return _status(run)
     except Stopped as stop:

@@ -18,6 +18,7 @@ from ..modeling import Eagle31DrafterModel
 from ..quantized import KINDS
 from .parsing import DTYPES, Parser, knob, progress, reading_options
 
+CAUSAL = "a model that transformers' AutoModelForCausalLM reads"
 # the knobs that are options, and what their help says
 KNOBS = {
     "num_assistant_tokens": "tokens drafted a round (default: the drafter's own)",
@@ -95,9 +96,7 @@ def load_causal_lm(source: str, reads_images: bool = False, **options: Any) -> A
 
     refuse_drafter(source, options.get("revision"))
     refuse_missing_weights(source)
-    with reading(
-        source, "cannot be loaded as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
-    ):
+    with reading(source, "cannot be loaded as a causal language model", CAUSAL):
         config = AutoConfig.from_pretrained(source, revision=options.get("revision"))
         return auto_class(config, reads_images).from_pretrained(source, **options).eval()
 
@@ -108,9 +107,7 @@ def load_outline(source: str, revision: str | None = None, dtype: str = "auto") 
     from transformers import AutoConfig, GenerationConfig
 
     refuse_drafter(source, revision)
-    with reading(
-        source, "is not read as a causal language model", "a model that transformers' AutoModelForCausalLM reads"
-    ):
+    with reading(source, "is not read as a causal language model", CAUSAL):
         config = AutoConfig.from_pretrained(source, revision=revision)
         dtypes = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
         with torch.device("meta"):

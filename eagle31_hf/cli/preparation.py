@@ -33,7 +33,7 @@ from .parsing import (
 from .target import QUANTIZATIONS, target_for
 
 SAMPLING = ("top_p", "top_k")  # of generate()
-ENGINE_OPTIONS = ("engine_requests", "engine_timeout", "engine_states_folder")
+ENGINE_OPTIONS = ("requests", "timeout", "states_folder")  # of EngineOptions, behind --engine-
 
 
 def prepare_data(args: argparse.Namespace) -> int:
@@ -103,16 +103,14 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> Any:
     """Returns the options of the engine that answers, None without one. Raises ValueError for options without what they
     belong to."""
+    given = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, f"engine_{name}")) is not None}
     if args.engine is None:
-        given = [name for name in ENGINE_OPTIONS if getattr(args, name)]
-        if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} is of an engine; expected --engine too.")
+        for name in given:
+            raise ValueError(f"--engine-{name.replace('_', '-')} is of an engine; expected --engine too.")
         return None
     if not (is_regenerated(args) or getattr(args, "states", True)):  # `train` has no --states, and trains on them
         raise ValueError("--engine gives the target's own answers and states; expected --regenerate or --states too.")
-    timeout = {} if args.engine_timeout is None else {"timeout": args.engine_timeout}
-    requests = {} if args.engine_requests is None else {"requests": args.engine_requests}
-    return EngineOptions(tuple(args.engine), states_folder=args.engine_states_folder, **timeout, **requests)
+    return EngineOptions(tuple(args.engine), **given)
 
 
 def is_regenerated(args: argparse.Namespace) -> bool:
@@ -141,16 +139,19 @@ def add_prepare_data(parser: Parser) -> None:
     parser.set_defaults(left_behind="Complete shards are kept in {output}; the same command makes the others.")
     parser.add_path("--target", "folder or Hub repository of the model to train a drafter for", required=True)
     parser.add_path("--data", ".jsonl, .json, .parquet or text file, a folder of them, or a dataset of the Hub")
-    add_self_prompts(parser)
     what = "the store's folder; run again with the same arguments, what is missing is added"
     parser.add_path("--output", what, required=True)
-    add_split(parser)
+    add_data(parser)
     parser.add_flag("--regenerate", "replace answers by the target's own")
     parser.add_flag("--states", "store the target's states too, to train without it")
-    _add_rows(parser)
-    add_answers(parser)
-    add_engine(parser)
-    _add_states(parser)
+    parser.add_option("--max-length", positive, 2048, "tokens of a row")
+    parser.add_option("--mask", ("answers", "all"), "answers", "which tokens are trained on")
+    parser.add_path("--chat-template", "a Jinja template instead of the tokenizer's", metavar="FILE")
+    parser.add_option("--template-augmentation", share, 0.0, "share of chats without template or BOS", metavar="SHARE")
+    what = "hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
+    parser.add("--layers", count, what, nargs="+", metavar="ID")
+    what = "how states are stored (default: as the target has them)"
+    parser.add("--states-dtype", ("float32", "bfloat16", "float16", "fp8"), what)
     what = "make only the shards of process I of N (default: 0/1)"
     parser.add("--part", part_of, what, default=(0, 1), metavar="I/N")
     what = "records of the data in a shard (default: 64, without states and answers made here 1,024)"
@@ -160,48 +161,19 @@ def add_prepare_data(parser: Parser) -> None:
     add_loading(parser)
 
 
-def _add_rows(parser: Parser) -> None:
-    parser.add_option("--max-length", positive, 2048, "tokens of a row")
-    parser.add_option("--mask", ("answers", "all"), "answers", "which tokens are trained on")
-    parser.add_path("--chat-template", "a Jinja template instead of the tokenizer's", metavar="FILE")
-    parser.add_template_option()
-    what = "share of chats without template or BOS"
-    parser.add_option("--template-augmentation", share, 0.0, what, metavar="SHARE")
-
-
-def _add_states(parser: Parser) -> None:
-    what = "hidden_states indices to store (default: 2, L // 2, L - 3 of L layers)"
-    parser.add("--layers", count, what, nargs="+", metavar="ID")
-    what = "how states are stored (default: as the target has them)"
-    parser.add("--states-dtype", ("float32", "bfloat16", "float16", "fp8"), what)
-
-
-def add_answers(parser: Parser) -> None:
-    """Adds the options of the target's own answers."""
+def add_data(parser: Parser) -> None:
+    """Adds the options that say which records of the data count, how they are read, and who answers them."""
+    parser.add_option("--split", str, "train", "of a dataset")
+    what = "only the first N records of the data; a dataset of the Hub is streamed then, not downloaded whole"
+    parser.add("--max-samples", positive, what, metavar="N")
+    parser.add("--processes", positive, "so many tokenize where no answers are made (default: all cores)", metavar="N")
+    what = "add N chats that the target makes up: it asks the questions, then answers them; no data is needed"
+    parser.add("--self-prompts", positive, what, metavar="N")
     parser.add("--max-new-tokens", positive, "of a regenerated answer (default: 1024)")
     usual = "as the target's generation config has it; self-prompted: 0, .7 and 1 in turn"
     parser.add("--temperature", temperature, f"of answers, 0: greedy (default: {usual})")
     parser.add("--top-p", top_p)
     parser.add("--top-k", positive)
-
-
-def add_self_prompts(parser: Parser) -> None:
-    """Adds --self-prompts."""
-    what = "add N chats that the target makes up: it asks the questions, then answers them; no data is needed"
-    parser.add("--self-prompts", positive, what, metavar="N")
-
-
-def add_split(parser: Parser) -> None:
-    """Adds the options that say which records of the data count, and how many processes read them."""
-    parser.add_option("--split", str, "train", "of a dataset")
-    what = "only the first N records of the data; a dataset of the Hub is streamed then, not downloaded whole"
-    parser.add("--max-samples", positive, what, metavar="N")
-    what = "so many tokenize where no answers are made (default: all cores)"
-    parser.add("--processes", positive, what, metavar="N")
-
-
-def add_engine(parser: Parser) -> None:
-    """Adds the options of the engine that answers."""
     what = "servers of vLLM or SGLang that run the target instead of transformers, as http://localhost:8000"
     parser.add("--engine", server, what, nargs="+", metavar="URL")
     parser.add("--engine-requests", positive, "prompts that servers are asked at once, all together (default: 64)")
@@ -209,6 +181,7 @@ def add_engine(parser: Parser) -> None:
     parser.add("--engine-timeout", number(0, above=True), what, metavar="SECONDS")
     what = "where the folder that servers write hidden states into is on this machine (default: under the same name)"
     parser.add_path("--engine-states-folder", what, metavar="FOLDER")
+    parser.add_template_option()
 
 
 def add_loading(parser: Parser) -> None:

@@ -54,7 +54,8 @@ def target_for(
 
 def _compare(args: argparse.Namespace, source: EngineStates) -> None:
     """Compares the servers' states with the target's own, where its weights are here and there is room for them."""
-    size, room = read_target(args.target, args.revision).num_bytes, _room_on(args.device)
+    size, is_cuda = read_target(args.target, args.revision).num_bytes, torch.device(args.device).type == "cuda"
+    room = torch.cuda.mem_get_info(args.device)[0] if is_cuda else free_memory()
     if size is None or ROOM * size > room:
         needed = f"{ROOM * (size or 0) / 1e9:,.1f} GB do not fit in {room / 1e9:,.1f}"
         why = "its weights are not here" if size is None else needed
@@ -63,11 +64,6 @@ def _compare(args: argparse.Namespace, source: EngineStates) -> None:
     target = load_causal_lm(args.target, dtype=args.dtype, revision=args.revision).to(args.device)
     source.compare(target)
     progress("the states are the target's own, on a short text")
-
-
-def _room_on(device: str) -> int:
-    """Returns the bytes that are free for weights."""
-    return torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else free_memory()
 
 
 def _refuse_loading(args: argparse.Namespace) -> None:

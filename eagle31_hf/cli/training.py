@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from ..checkpoints.headers import read_headers
+from ..training.fresh import new_drafter
+from ..training.records import check_apart
+from ..training.store import read_manifest
+from ..training.target import StoredTarget
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_tokenizer
 from .parsing import Parser, config_field, count, field, number, positive, progress, rate_or_none, seed, show
-from .preparation import add_answers, add_engine, add_loading, add_self_prompts, add_split, data_options, is_regenerated
+from .preparation import add_data, add_loading, data_options, is_regenerated
 from .target import target_for
 
 LEFT_BEHIND = (
@@ -27,7 +31,6 @@ def train(args: argparse.Namespace) -> int:
     """Trains a drafter in a folder that no other run writes into meanwhile."""
     from ..training.output import claim
     from ..training.recipe import is_store
-    from ..training.records import check_apart
 
     if args.data is None and args.self_prompts is None:
         args.self_prompts = SELF_PROMPTS
@@ -177,8 +180,6 @@ def stored_target(args: argparse.Namespace) -> Any:
     Raises ValueError for options that need the whole target.
     """
     from ..training.recipe import is_store
-    from ..training.store import read_manifest
-    from ..training.target import StoredTarget
 
     if not is_store(args.data) or read_manifest(args.data).layer_ids is None:
         return None
@@ -209,7 +210,6 @@ def read_data(
 
 def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data: Any) -> tuple[Any, float | None]:
     """Returns the drafter to train, and the share of the answers' tokens that a new one's draft vocabulary covers."""
-    from ..training.fresh import new_drafter
     from ..training.recipe import draft_vocabulary, loaded_drafter
 
     fields = dict(args.field)
@@ -240,7 +240,12 @@ def add_train(parser: Parser) -> None:
     parser.set_defaults(left_behind=LEFT_BEHIND)
     parser.add_path("--target", "folder or Hub repository of the model to train a drafter for", required=True)
     parser.add_path("--output", "folder of the drafter and its checkpoints", required=True)
-    _add_data(parser)
+    what = "chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
+    parser.add_path("--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
+    add_data(parser)
+    parser.add_flag("--regenerate", "replace answers by the target's own first; more is accepted so")
+    what = f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})"
+    parser.add("--answer-batch-size", positive, what, metavar="SIZE")
     parser.add_path("--eval-data", "rows to evaluate on (default: some of the data)")
     parser.add_option("--eval-rows", count, 32, "rows of the data held out for it, at most a tenth")
     parser.add_option("--eval-every", positive, 200, "evaluate and save so often", metavar="STEPS")
@@ -248,30 +253,13 @@ def add_train(parser: Parser) -> None:
     parser.add_flag("--resume", f"go on from the last complete checkpoint in OUTPUT; {unless}")
     removed = "the drafter and checkpoints there are removed once the new drafter is saved"
     parser.add_flag("--overwrite", f"train anew where OUTPUT is not empty: {removed}")
-    _add_drafter(parser)
-    _add_optimisation(parser)
-    add_loading(parser)
-
-
-def _add_data(parser: Parser) -> None:
-    what = "chats or texts: a file, a folder, a dataset of the Hub, or what prepare-data wrote"
-    parser.add_path("--data", f"{what} (default: none; the target makes up {SELF_PROMPTS:,} chats)")
-    add_self_prompts(parser)
-    add_split(parser)
-    parser.add_flag("--regenerate", "replace answers by the target's own first; more is accepted so")
-    add_answers(parser)
-    what = f"prompts that the target answers at once (default: {ANSWER_BATCH_SIZE})"
-    parser.add("--answer-batch-size", positive, what, metavar="SIZE")
-    add_engine(parser)
-    parser.add_template_option()
-
-
-def _add_drafter(parser: Parser) -> None:
     parser.add_path("--drafter", "begin with this one, of any EAGLE 3 or 3.1 format (default: a new one)")
     parser.add_flag("--upgrade", "make an EAGLE 3 drafter an EAGLE 3.1 one first")
     parser.add_option("--head", ("target", "scratch"), "target", "how a new drafter's head begins")
     parser.add("--draft-vocab-size", positive, "tokens a new drafter can propose, the most frequent (default: all)")
     parser.add_several("--field", config_field, "a field of Eagle31Config that wins")
+    _add_optimisation(parser)
+    add_loading(parser)
 
 
 def _add_optimisation(parser: Parser) -> None:
