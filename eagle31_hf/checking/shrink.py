@@ -68,32 +68,28 @@ def heads(value: int, config: dict[str, Any]) -> int:
     return config["expand"] * WIDTH // HEAD_DIM if "expand" in config and "state_size" in config else HEADS
 
 
-def always(size: int) -> Callable[[int, dict[str, Any]], int]:
-    return lambda value, config: size
-
-
 # The first pattern that a name matches in full says how its size shrinks: to a number at most, or as a function of it
 # and of the config.
 RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
-    (r"(text_)?vocab_size(_per_layer_input)?", always(VOCAB)),
+    (r"(text_)?vocab_size(_per_layer_input)?", lambda *_: VOCAB),
     # special tokens become the last ids, which the trial's prompt has none of
     (r"\w*token_(id|index)", lambda value, config: VOCAB - 1 - value % 8),
     (
         r"(text_|dense_|out_)?hidden_size|n_embd|d_model|embed_dim|lru_width|word_embed_proj_dim|embedding_size"
         r"|projection_dim|embedding_dim|emb_dim|vision_output_dim",
-        always(WIDTH),
+        lambda *_: WIDTH,
     ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
     (r"linear_num_value_heads", HEADS),
     (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
-    (r"mamba_d_ssm", always(2 * WIDTH)),
+    (r"mamba_d_ssm", lambda *_: 2 * WIDTH),
     # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
     (r"index_n_heads", 24),
     (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", heads),
     (r"head_dim|attention_head_dim|d_head", tiny_head),
-    (r"mamba_d_head|mamba_head_?dim", always(HEAD_DIM)),
-    (r"qk_head_dim", always(HEAD_DIM + 8)),
+    (r"mamba_d_head|mamba_head_?dim", lambda *_: HEAD_DIM),
+    (r"qk_head_dim", lambda *_: HEAD_DIM + 8),
     (r"(qk_rope_head|rotary)_dim", 8),
     (r"\w*head_dim", HEAD_DIM),
     (r"state_size|ssm_state_size|mamba_d_state", HEAD_DIM),

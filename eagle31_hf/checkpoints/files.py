@@ -86,7 +86,6 @@ def find(source: str, **hub: Any) -> Path:
         for sub in SUBFOLDERS:
             if any((folder / sub / name).is_file() for name in ("config.json", *WEIGHT_NAMES)):
                 return folder / sub
-        raise OSError(f"{source}: holds no config.json; expected a drafter's folder or the name of a Hub repository.")
     config, options = find_config(source, **hub), dict(hub)
     # "main" may move while files are fetched
     options["revision"] = extract_commit_hash(config, None) or hub.get("revision")
@@ -238,20 +237,16 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
     header = parse_json(text, f"{path}: its header")
     metadata = header.pop("__metadata__", None) or {}
     for name, entry in header.items():
-        _check_name(path, name)
-        _check_dtype(path, name, entry["dtype"])
+        _check_tensor(path, name, entry["dtype"])
     found = {name: StoredTensor(name, each["dtype"], tuple(each["shape"]), path) for name, each in header.items()}
     return found, metadata
 
 
-def _check_name(path: Path, name: str) -> None:
+def _check_tensor(path: Path, name: str, dtype: str) -> None:
     if len(name) > MAX_NAME or NOT_TEXT.search(name):
         raise ValueError(
             f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters."
         )
-
-
-def _check_dtype(path: Path, name: str, dtype: str) -> None:
     if dtype not in READ_DTYPES:
         raise ValueError(
             f"{path}: {name} is stored as {dtype}; expected one of {', '.join(READ_DTYPES)}. Quantized drafters are not"
@@ -268,7 +263,7 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{path}: {repr(name)[:80]} is a {type(value).__name__}; expected names and tensors only.{hint}"
             )
-        _check_name(path, name)
+        _check_tensor(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
         if value.is_neg() or value.is_conj():  # torch marks the sign and computes it later; bytes on disk would lack it
             raise ValueError(
                 f"{path}: {name} is a view with its sign turned; expected the values themselves: save {name}.clone()."
@@ -278,7 +273,6 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element."
             )
-        _check_dtype(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
     return {
         name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()
     }

@@ -89,7 +89,9 @@ def _add_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, ov
         raise keys.contradicted(source, "parallel_drafting", stated, f"{MASK}, of a P-EAGLE drafter", "both or neither")
     if is_asked:
         return
-    tokens = keys.mask_tokens(files.config)
+    places = (files.config, keys.eagle_config(files.config))
+    # several where its tokenizer has another mask
+    tokens = {place[name] for place in places for name in keys.MASK_TOKENS if type(place.get(name)) is int}
     if len(tokens) != 1:
         raise ValueError(
             f"{source}: config.json states {sorted(tokens) or 'no token'} as {', '.join(keys.MASK_TOKENS)}; expected"

@@ -106,12 +106,6 @@ def states_parallel(config: dict[str, Any]) -> bool | None:
     return next((value is True for value in stated if value is not None), None)
 
 
-def mask_tokens(config: dict[str, Any]) -> set[Any]:
-    """Returns the ids that a config states for a mask, which are several where its tokenizer has another one."""
-    places = (config, eagle_config(config))
-    return {place[name] for place in places for name in MASK_TOKENS if type(place.get(name)) is int}
-
-
 def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Returns a flat config: speculators nests the geometry in transformer_layer_config, with the flags outside."""
     if "transformer_layer_config" not in config:

@@ -77,11 +77,8 @@ def _modelopt(files: CheckpointFiles) -> str | None:
 def _nemo(files: CheckpointFiles) -> str | None:
     if "DraftModel" in architecture(files.config):
         return f"config.json names the architecture {architecture(files.config)}"
-    return (
-        "tensors are named model.layers.0.*"
-        if any(name.startswith("model.layers.0.") for name in files.tensors)
-        else None
-    )
+    is_prefixed = any(name.startswith("model.layers.0.") for name in files.tensors)
+    return "tensors are named model.layers.0.*" if is_prefixed else None
 
 
 def _angelslim(files: CheckpointFiles) -> str | None:

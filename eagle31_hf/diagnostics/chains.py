@@ -46,7 +46,7 @@ class ChainRecorder:
         self._cache: Any = None  # the drafter's, of the text at hand
         self._num_read = 0  # states of the target that the drafter has read of this text
         self._fused = torch.empty(0)  # (1, 1, h): where the open chain begins
-        self._open: Chain | None = None
+        self._open: Any = None  # the chain that is drafted
 
     def begin(self, drafter: Eagle31DrafterModel, args: Any, kwargs: dict[str, Any]) -> None:
         """Begins a chain where the drafter reads states of the target. A forward pre-hook of the drafter."""
@@ -63,7 +63,6 @@ class ChainRecorder:
 
     def attend(self, module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
         """Adds the attention of the newest token. A forward hook of layer 0's attention."""
-        assert self._open is not None
         weights = output[1][:, :, -1:].float()
         num_keys = self._open.begin + 1 + len(self._open.states)
         # keys that a window has left behind are not in the cache
@@ -73,7 +72,6 @@ class ChainRecorder:
 
     def end(self, drafter: Eagle31DrafterModel, args: Any, output: Any) -> None:
         """Adds the newest state. A forward hook of the drafter."""
-        assert self._open is not None
         state = output.last_hidden_state[:, -1:]
         self._open.states.append(float(state_norm(state)))
         self._open.cosines.append(float(cosine_similarity(state.float(), self._fused.float(), dim=-1)))
