@@ -83,10 +83,8 @@ def read_target(target: Any, revision: str | None = None) -> TargetSource:
 def _of_model(model: Any) -> TargetSource:
     model = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"target is a {type(model).__name__}; expected a transformers model, its config, a folder or a Hub"
-            " repository."
-        )
+        found = f"target is a {type(model).__name__}"
+        raise ValueError(f"{found}; expected a transformers model, its config, a folder or a Hub repository.")
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     name = model.name_or_path or type(model).__name__
     return TargetSource(
@@ -97,13 +95,11 @@ def _of_model(model: Any) -> TargetSource:
 def _of_values(name: str, values: dict[str, Any], path: Path) -> TargetSource:
     kind, sign = values.get("model_type"), drafter_sign(values)
     if sign is not None:
-        raise ValueError(
-            f"{name}: is a drafter ({sign}); expected the target first, then the drafter: eagle31 check TARGET {name}"
-        )
+        found = f"{name}: is a drafter ({sign})"
+        raise ValueError(f"{found}; expected the target first, then the drafter: eagle31 check TARGET {name}")
     if not isinstance(kind, str):
-        raise ValueError(
-            f"{path}: model_type is {kind!r}; expected the name of an architecture, as transformers writes it."
-        )
+        found = f"{path}: model_type is {kind!r}"
+        raise ValueError(f"{found}; expected the name of an architecture, as transformers writes it.")
     if kind not in CONFIG_MAPPING:
         why = f"transformers {transformers.__version__} does not know the architecture {kind}; a newer one may"
         if values.get("auto_map"):

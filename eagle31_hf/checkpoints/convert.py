@@ -89,9 +89,8 @@ def write_weights(path: Path, entries: Mapping[str, Entry], source: str) -> None
         # of a NaN both are NaN; isfinite of every number takes ten times as long
         ends = torch.aminmax(torch.frombuffer(chunk, dtype=DTYPES[entry.dtype]))
         if not torch.stack(ends).isfinite().all():
-            raise ValueError(
-                f"{source}: {name} holds NaN or infinite values; expected finite weights. Download it again."
-            )
+            found = f"{source}: {name} holds NaN or infinite values"
+            raise ValueError(f"{found}; expected finite weights. Download it again.")
 
     write_tensor_file(path, entries, check=check)
 
@@ -178,9 +177,8 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
     for path in (folder / ORIGINAL, (folder / STAGED).parent):
         # through a link, files in another place would be overwritten
         if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise ValueError(
-                f"{path}: is a link or a file; expected nothing, or a folder of an earlier conversion. Move it away."
-            )
+            found = f"{path}: is a link or a file"
+            raise ValueError(f"{found}; expected nothing, or a folder of an earlier conversion. Move it away.")
     if _is_committed(checkpoint):  # by an earlier call, which was stopped before it tidied
         _tidy(folder)
         before = stamps(folder)
@@ -299,9 +297,8 @@ def _recorded(path: Path) -> list[str]:
     """
     names = read_json(path).get("weight_files")
     if not isinstance(names, list):
-        raise ValueError(
-            f"{path}: weight_files is {names!r}; expected the list a conversion in place writes. Move the folder away."
-        )
+        found = f"{path}: weight_files is {names!r}"
+        raise ValueError(f"{found}; expected the list a conversion in place writes. Move the folder away.")
     for name in names:
         check_file_name(name, path, "weight_files")
     return names

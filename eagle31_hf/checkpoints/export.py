@@ -273,10 +273,8 @@ def export_checkpoint(
     before = stamps(path, subfolder)
     if isinstance(drafter_or_path, nn.Module):
         if options or aux_layer_convention:
-            raise ValueError(
-                f"export_checkpoint got {', '.join(options) or 'aux_layer_convention'} for a drafter that is loaded;"
-                " expected no options with it: set fields in its config."
-            )
+            found = f"export_checkpoint got {', '.join(options) or 'aux_layer_convention'} for a drafter that is loaded"
+            raise ValueError(f"{found}; expected no options with it: set fields in its config.")
         config, tensors, source = _of_model(drafter_or_path)
     else:
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}

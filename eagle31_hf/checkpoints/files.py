@@ -124,13 +124,11 @@ def read_config(source: str, folder: Path) -> dict[str, Any]:
     """Returns the values of a drafter's config.json. Raises ValueError where there is none, or only an adapter's."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{source}: has weights but no config.json; expected the config.json its trainer wrote beside them."
-        )
+        found = f"{source}: has weights but no config.json"
+        raise ValueError(f"{found}; expected the config.json its trainer wrote beside them.")
     if (folder / ADAPTER).exists():
-        raise ValueError(
-            f"{folder / ADAPTER}: marks a LoRA adapter, which is not read; expected a drafter it has been merged into."
-        )
+        found = f"{folder / ADAPTER}: marks a LoRA adapter, which is not read"
+        raise ValueError(f"{found}; expected a drafter it has been merged into.")
     return read_json(path, MAX_CONFIG_VALUES)
 
 
@@ -151,17 +149,15 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
     metadata: dict[str, str] = {}
     for shard in shards:
         if not (folder / shard).is_file():
-            raise ValueError(
-                f"{folder / name}: names {shard}, which is not there; expected every shard beside the index."
-            )
+            found = f"{folder / name}: names {shard}, which is not there"
+            raise ValueError(f"{found}; expected every shard beside the index.")
         is_safe = shard.endswith(".safetensors")
         stored, noted = _safetensors_header(folder / shard) if is_safe else (_pickle_header(folder / shard), {})
         metadata = noted if shard == shards[0] else metadata
         twice = sorted(tensors.keys() & stored.keys())
         if twice:
-            raise ValueError(
-                f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}; expected each tensor once."
-            )
+            found = f"{folder / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}"
+            raise ValueError(f"{found}; expected each tensor once.")
         tensors |= stored
     files = tuple(folder / shard for shard in shards) + (() if index is None else (folder / name,))
     return CheckpointFiles(source, folder, config, tensors, files, metadata)
@@ -178,10 +174,8 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
     if named is not None:
         check_file_name(named, folder / "config.json", "transformers_weights")
         if not named.endswith((".safetensors", ".safetensors.index.json")):  # transformers reads no others by this key
-            raise ValueError(
-                f"{folder / 'config.json'}: transformers_weights names {named}; expected a safetensors file, or its"
-                " index."
-            )
+            found = f"{folder / 'config.json'}: transformers_weights names {named}"
+            raise ValueError(f"{found}; expected a safetensors file, or its index.")
         return named
     return next((name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
 
@@ -231,9 +225,8 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
         with safe_open(path, "pt"):  # refuses truncated, oversized, overlapping and gappy files
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: is not a sound safetensors file ({str(error)[:300]}); expected one. Download it again."
-        ) from None
+        said = f"{path}: is not a sound safetensors file ({str(error)[:300]})"
+        raise ValueError(f"{said}; expected one. Download it again.") from None
     header = parse_json(text, f"{path}: its header")
     metadata = header.pop("__metadata__", None) or {}
     for name, entry in header.items():
@@ -244,9 +237,8 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
 
 def _check_tensor(path: Path, name: str, dtype: str) -> None:
     if len(name) > MAX_NAME or NOT_TEXT.search(name):
-        raise ValueError(
-            f"{path}: a tensor is named {show(name)}...; expected at most {MAX_NAME} printable characters."
-        )
+        found = f"{path}: a tensor is named {show(name)}..."
+        raise ValueError(f"{found}; expected at most {MAX_NAME} printable characters.")
     if dtype not in READ_DTYPES:
         raise ValueError(
             f"{path}: {name} is stored as {dtype}; expected one of {', '.join(READ_DTYPES)}. Quantized drafters are not"
@@ -260,19 +252,16 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = " Save the tensors themselves: the value of that key, say." if isinstance(value, dict) else ""
-            raise ValueError(
-                f"{path}: {repr(name)[:80]} is a {type(value).__name__}; expected names and tensors only.{hint}"
-            )
+            found = f"{path}: {repr(name)[:80]} is a {type(value).__name__}"
+            raise ValueError(f"{found}; expected names and tensors only.{hint}")
         _check_tensor(path, name, NAME_OF_DTYPE.get(value.dtype, str(value.dtype)))
         if value.is_neg() or value.is_conj():  # torch marks the sign and computes it later; bytes on disk would lack it
-            raise ValueError(
-                f"{path}: {name} is a view with its sign turned; expected the values themselves: save {name}.clone()."
-            )
+            found = f"{path}: {name} is a view with its sign turned"
+            raise ValueError(f"{found}; expected the values themselves: save {name}.clone().")
         stored = value.untyped_storage().nbytes()
         if stored not in sizes or value.numel() * value.element_size() > stored:
-            raise ValueError(
-                f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored; expected every element."
-            )
+            found = f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored"
+            raise ValueError(f"{found}; expected every element.")
     return {
         name: StoredTensor(name, NAME_OF_DTYPE[value.dtype], tuple(value.shape), path) for name, value in values.items()
     }

@@ -80,10 +80,8 @@ def _add_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, ov
     if MASK not in shapes:
         if stated or is_asked:
             who = "config.json" if stated else "the caller"
-            raise ValueError(
-                f"{source}: {who} says that this is a P-EAGLE drafter, the weights have no {MASK}; expected both or"
-                " neither."
-            )
+            found = f"{source}: {who} says that this is a P-EAGLE drafter, the weights have no {MASK}"
+            raise ValueError(f"{found}; expected both or neither.")
         return
     if stated is False:
         raise keys.contradicted(source, "parallel_drafting", stated, f"{MASK}, of a P-EAGLE drafter", "both or neither")
@@ -93,10 +91,8 @@ def _add_mask(fields: dict[str, Any], files: CheckpointFiles, shapes: Shapes, ov
     # several where its tokenizer has another mask
     tokens = {place[name] for place in places for name in keys.MASK_TOKENS if type(place.get(name)) is int}
     if len(tokens) != 1:
-        raise ValueError(
-            f"{source}: config.json states {sorted(tokens) or 'no token'} as {', '.join(keys.MASK_TOKENS)}; expected"
-            f" one, which stands for a mask with {MASK}. Pass mask_token_id=..."
-        )
+        found = f"{source}: config.json states {sorted(tokens) or 'no token'} as {', '.join(keys.MASK_TOKENS)}"
+        raise ValueError(f"{found}; expected one, which stands for a mask with {MASK}. Pass mask_token_id=...")
     (fields["mask_token_id"],) = tokens
 
 
@@ -132,9 +128,8 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
         for name in keys.LATENT:
             fields.pop(name, None)  # of the target, whose whole config some producers write
     elif fields.get("kv_lora_rank") is None:
-        raise ValueError(
-            f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank; expected MLA's sizes."
-        )
+        found = f"{source}: the weights have {first}.kv_a_proj_with_mqa, config.json no kv_lora_rank"
+        raise ValueError(f"{found}; expected MLA's sizes.")
     _add_sizes(fields, shapes, source, notes)
 
 

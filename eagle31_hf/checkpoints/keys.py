@@ -60,9 +60,8 @@ def refuse_other_graphs(config: dict[str, Any], source: str) -> None:
     for key, ours, what in OTHER_GRAPH_KEYS:
         for place, where in ((config, "config.json"), (nested, "config.json: eagle_config")):
             if key in place and place[key] not in ours:
-                raise ValueError(
-                    f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}; expected {ours[0]}."
-                )
+                found = f"{source}: {where}: {key} is {str(place[key])[:80]}, so this drafter {what}"
+                raise ValueError(f"{found}; expected {ours[0]}.")
     _object(config, "speculators_config", source)
     kind = _speculators_kind(config)
     if kind not in SPECULATORS_TYPES:
@@ -89,9 +88,8 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
         if alias is not None:
             stated = fields.setdefault(name, alias)
             if stated != alias:
-                raise ValueError(
-                    f"{source}: config.json states {name} twice, as {stated} and {alias}; expected one value."
-                )
+                found = f"{source}: config.json states {name} twice, as {stated} and {alias}"
+                raise ValueError(f"{found}; expected one value.")
     for name in FLOATS:
         if type(fields.get(name)) is int:
             fields[name] = float(fields[name])
@@ -147,10 +145,8 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
     if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):
         raise wrong(source, "rope_theta", thetas, "a number above 0")
     if len(set(thetas)) > 1:
-        raise ValueError(
-            f"{source}: config.json states rope_theta as {' and '.join(map(str, thetas))}; expected one value. "
-            "Pass rope_parameters={...}."
-        )
+        found = f"{source}: config.json states rope_theta as {' and '.join(map(str, thetas))}"
+        raise ValueError(f"{found}; expected one value. Pass rope_parameters={{...}}.")
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if rope.pop("mrope_section", None) is not None or kind == "mrope":  # on text all its axes are the same position

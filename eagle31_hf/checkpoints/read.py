@@ -93,9 +93,8 @@ def read_checkpoint(
     EAGLE 3 drafter's, or may mean two things.
     """
     if aux_layer_convention not in (None, *layer_ids.CONVENTIONS):
-        raise ValueError(
-            f"aux_layer_convention is {aux_layer_convention!r}; expected one of {tuple(layer_ids.CONVENTIONS)} or None."
-        )
+        found = f"aux_layer_convention is {aux_layer_convention!r}"
+        raise ValueError(f"{found}; expected one of {tuple(layer_ids.CONVENTIONS)} or None.")
     overrides = dict(overrides or {})
     refuse_unknown(overrides, FIELDS, f"fields of Eagle31Config, or {', '.join(HUB_OPTIONS)}")
     files = open_files(str(source), **hub)
@@ -124,10 +123,8 @@ def _understand(
 ) -> Checkpoint:
     """Returns the checkpoint that the files are. Raises ValueError as `read_checkpoint` does."""
     if not files.tensors:
-        raise ValueError(
-            f"{source}: config.json without weights; expected model.safetensors or pytorch_model.bin beside it, or"
-            " weights_from in it."
-        )
+        found = f"{source}: config.json without weights"
+        raise ValueError(f"{found}; expected model.safetensors or pytorch_model.bin beside it, or weights_from in it.")
     producer, sign = identify(files)
     reasons = [f"{producer.name}: {sign}"]
     names, dropped = native_names(files.tensors, files.source)
@@ -166,9 +163,8 @@ def _follow(
     stated = stated_fields(files.config, files.source)
     base = open_files(repo_id, revision=revision, **options)
     if base.config.get("weights_from") is not None:
-        raise ValueError(
-            f"{where} names {repo_id}, which holds no weights but points on; expected the repository that holds them."
-        )
+        found = f"{where} names {repo_id}, which holds no weights but points on"
+        raise ValueError(f"{found}; expected the repository that holds them.")
     return base, stated | overrides
 
 
@@ -188,9 +184,8 @@ def linked_weights(link: Any, where: str) -> tuple[str, str | None]:
     if not isinstance(repo_id, str) or not isinstance(revision, str | None):
         raise ValueError(f'{where} is {link!r}; expected {{"repo_id": "owner/name", "revision": "commit"}}.')
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id) or Path(repo_id).exists():
-        raise ValueError(
-            f"{where} names {repo_id!r}, which is a local path or no owner/name; expected a Hub repository."
-        )
+        found = f"{where} names {repo_id!r}, which is a local path or no owner/name"
+        raise ValueError(f"{found}; expected a Hub repository.")
     return repo_id, revision
 
 
@@ -249,10 +244,8 @@ def _compare(checkpoint: Checkpoint, expected: Shapes, names: dict[str, str]) ->
         )
     for name, stored in sorted(tensors.items()):
         if name not in made and stored.shape != expected[name]:
-            raise ValueError(
-                f"{stored.file}: {stored.name} has shape {stored.shape}; expected {expected[name]}, as config.json"
-                " describes. Check the sizes there."
-            )
+            found = f"{stored.file}: {stored.name} has shape {stored.shape}"
+            raise ValueError(f"{found}; expected {expected[name]}, as config.json describes. Check the sizes there.")
         if name not in vocab.MAPS and stored.dtype not in FLOATS:
             raise ValueError(
                 f"{stored.file}: {stored.name} is stored as {stored.dtype}; expected one of {', '.join(FLOATS)}. "
@@ -277,10 +270,8 @@ def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
     else:
         d2t, where = _side_map(checkpoint), f"{checkpoint.files.source}: "
     if d2t.shape != (config.draft_vocab_size,):
-        raise ValueError(
-            f"{where}d2t has shape {tuple(d2t.shape)}; expected ({config.draft_vocab_size},), one entry a row of"
-            " lm_head."
-        )
+        found = f"{where}d2t has shape {tuple(d2t.shape)}"
+        raise ValueError(f"{found}; expected ({config.draft_vocab_size},), one entry a row of lm_head.")
     try:
         vocab.check_mapping(d2t, config.vocab_size)
     except ValueError as error:
@@ -297,10 +288,8 @@ def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _load_map(stored: StoredTensor) -> Tensor:
     if stored.dtype in FLOATS or (stored.dtype == "BOOL" and not stored.name.endswith("t2d")) or len(stored.shape) != 1:
-        raise ValueError(
-            f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}; expected integers in one"
-            " dimension."
-        )
+        found = f"{stored.file}: {stored.name} is {stored.dtype} of shape {stored.shape}"
+        raise ValueError(f"{found}; expected integers in one dimension.")
     tensor = stored.load()
     return tensor if tensor.dtype == torch.bool else tensor.long()
 

@@ -182,9 +182,8 @@ def reads_one_state(argument: str) -> Callable[[Function], Function]:
                         return function(*args, **kwargs)
                 except FolderChangedError as error:
                     failure = error.__cause__
-            raise OSError(
-                f"{source}: was changed while it was read, {ATTEMPTS} times in a row; expected it to settle."
-            ) from failure
+            found = f"{source}: was changed while it was read, {ATTEMPTS} times in a row"
+            raise OSError(f"{found}; expected it to settle.") from failure
 
         return read  # type: ignore[return-value]
 

@@ -29,16 +29,14 @@ def check_name(source: str, expected: str = "drafter") -> None:
     if os.path.isdir(source):
         return
     if os.path.lexists(source):
-        raise OSError(
-            f"{source}: is a file; expected the folder of a {expected}, or a Hub repository as in owner/name."
-        )
+        found = f"{source}: is a file"
+        raise OSError(f"{found}; expected the folder of a {expected}, or a Hub repository as in owner/name.")
     try:
         validate_repo_id(source)
     except HFValidationError:
         name = source[:200] or "''"
-        raise OSError(
-            f"{name}: there is no such folder; expected that of a {expected}, or a Hub repository as in owner/name."
-        ) from None
+        found = f"{name}: there is no such folder"
+        raise OSError(f"{found}; expected that of a {expected}, or a Hub repository as in owner/name.") from None
 
 
 def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
@@ -51,16 +49,13 @@ def find_config(source: str, expected: str = "drafter", **hub: Any) -> str:
     if os.path.isdir(source):
         path = os.path.join(source, hub.get("subfolder") or "", "config.json")
         if not os.path.isfile(path):
-            raise OSError(
-                f"{source}: holds no config.json; expected the folder of a {expected}, or the name of a Hub repository."
-            )
+            found = f"{source}: holds no config.json"
+            raise OSError(f"{found}; expected the folder of a {expected}, or the name of a Hub repository.")
         return path
     path = fetch(source, "config.json", **hub)
     if path is None:
-        raise OSError(
-            f"{source}: has no config.json at revision {hub.get('revision') or 'main'}; expected a {expected}'s"
-            " repository."
-        )
+        found = f"{source}: has no config.json at revision {hub.get('revision') or 'main'}"
+        raise OSError(f"{found}; expected a {expected}'s repository.")
     return path
 
 

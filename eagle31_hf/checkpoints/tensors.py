@@ -74,16 +74,13 @@ def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> 
     for pattern, what in OTHER_GRAPHS:
         found = next((name for name in sorted(shapes) if re.search(pattern, name)), None)
         if found:
-            raise ValueError(
-                f"{source}: {found} marks {what}; expected an EAGLE 3 or 3.1 drafter, which has no such tensor."
-            )
+            said = f"{source}: {found} marks {what}"
+            raise ValueError(f"{said}; expected an EAGLE 3 or 3.1 drafter, which has no such tensor.")
     num_layers = layer_count(shapes)
     if "fc.weight" not in shapes:
         if "hidden_norm.weight" in shapes:
-            raise ValueError(
-                f"{source}: hidden_norm.weight outside the layers marks a DFlash head; expected an EAGLE 3 or 3.1"
-                " drafter."
-            )
+            said = f"{source}: hidden_norm.weight outside the layers marks a DFlash head"
+            raise ValueError(f"{said}; expected an EAGLE 3 or 3.1 drafter.")
         what = (
             "looks like the target itself"
             if num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes
@@ -97,10 +94,8 @@ def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> 
         fc = shapes["fc.weight"]
         is_eagle1 = len(fc) == 2 and fc[1] == 2 * fc[0]
         what = "an EAGLE-1 or EAGLE-2 head (fc over [embedding, state])" if is_eagle1 else "another architecture"
-        raise ValueError(
-            f"{source}: fc.weight {fc} without layers.0.hidden_norm.weight marks {what}; expected an EAGLE 3 or 3.1"
-            " drafter."
-        )
+        said = f"{source}: fc.weight {fc} without layers.0.hidden_norm.weight marks {what}"
+        raise ValueError(f"{said}; expected an EAGLE 3 or 3.1 drafter.")
 
 
 def layer_count(shapes: Iterable[str]) -> int:

@@ -62,9 +62,8 @@ def convert(args: argparse.Namespace) -> int:
     progress(f"converting {args.source}")
     if args.create_pr:
         if args.destination is not None or args.discard_original:
-            raise ValueError(
-                "--create-pr changes a Hub repository; expected neither a destination nor --discard-original with it."
-            )
+            found = "--create-pr changes a Hub repository"
+            raise ValueError(f"{found}; expected neither a destination nor --discard-original with it.")
         checkpoint, url = convert_on_hub(args.source, **reading_options(args))
         where = url or f"{args.source}: nothing to do, it is native already"
     else:

@@ -45,10 +45,8 @@ def refuse_missing_weights(source: str) -> None:
     target = read_target(source)
     count = target.num_parameters if target.num_bytes else None
     if count is not None and 8 * target.num_bytes < count:
-        raise ValueError(
-            f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters;"
-            " expected the weights of that config. Download it again."
-        )
+        found = f"{source}: its weights are {target.num_bytes:,} bytes, its config.json describes {count:,} parameters"
+        raise ValueError(f"{found}; expected the weights of that config. Download it again.")
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any:

@@ -39,9 +39,8 @@ ENGINE_OPTIONS = ("requests", "timeout", "states_folder")  # of EngineOptions, b
 def prepare_data(args: argparse.Namespace) -> int:
     """Makes the shards that are missing, and shows what the store holds."""
     if args.data is None and not args.self_prompts:
-        raise ValueError(
-            "neither --data nor --self-prompts is given; expected prompts, or the number of chats to make up."
-        )
+        found = "neither --data nor --self-prompts is given"
+        raise ValueError(f"{found}; expected prompts, or the number of chats to make up.")
     options = data_options(
         args,
         mask=args.mask,
@@ -92,10 +91,8 @@ def answer_options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     generation = given | sampling_options(args)  # others are as in the target's own generation config
     if not is_regenerated(args) and (generation or lengths):
-        raise ValueError(
-            "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers; expected --regenerate"
-            " too."
-        )
+        found = "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers"
+        raise ValueError(f"{found}; expected --regenerate too.")
     own = {"regenerate": is_regenerated(args), "self_prompts": args.self_prompts or 0, "generation": generation}
     return own | lengths
 

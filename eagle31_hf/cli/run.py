@@ -134,9 +134,8 @@ def generate(args: argparse.Namespace) -> int:
 def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
     """Returns the prompt's token ids and mask. Raises ValueError for one without tokens, and for a missing template."""
     if args.chat and tokenizer.chat_template is None:
-        raise ValueError(
-            f"--chat: {args.target} has no chat template; expected a target for chats, or the prompt without --chat."
-        )
+        found = f"--chat: {args.target} has no chat template"
+        raise ValueError(f"{found}; expected a target for chats, or the prompt without --chat.")
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
         with refused_by("template"):

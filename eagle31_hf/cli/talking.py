@@ -85,10 +85,8 @@ def serve(args: argparse.Namespace) -> int:
     check_address(args.host, args.port)
     refuse_drafter(args.target)
     if Path(args.target).exists() and "@" in args.target:
-        raise ValueError(
-            f"--target: {args.target} has an @, behind which transformers' server looks for a revision; expected a"
-            " folder without."
-        )
+        found = f"--target: {args.target} has an @, behind which transformers' server looks for a revision"
+        raise ValueError(f"{found}; expected a folder without.")
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key is None:
         warn_if_reachable(args.host, f"--api-key KEY (or {KEY_VARIABLE}) asks for one")

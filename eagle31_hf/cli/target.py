@@ -71,9 +71,8 @@ def _refuse_loading(args: argparse.Namespace) -> None:
     given = {"--device-map": args.device_map, "--tensor-parallel": args.tensor_parallel, "--load-in": args.load_in}
     for option, value in given.items():
         if value:
-            raise ValueError(
-                f"{option} says how to load the target here, where --engine runs it; expected one of the two."
-            )
+            found = f"{option} says how to load the target here, where --engine runs it"
+            raise ValueError(f"{found}; expected one of the two.")
 
 
 def load_target(args: argparse.Namespace, in_parts: bool = False, reads_images: bool = False) -> Any:
@@ -84,9 +83,8 @@ def load_target(args: argparse.Namespace, in_parts: bool = False, reads_images: 
     from transformers.distributed import DistributedConfig
 
     if args.tensor_parallel and (args.device_map or args.load_in):
-        raise ValueError(
-            "--tensor-parallel splits every weight over processes; expected neither --device-map nor --load-in with it."
-        )
+        found = "--tensor-parallel splits every weight over processes"
+        raise ValueError(f"{found}; expected neither --device-map nor --load-in with it.")
     options: dict[str, Any] = {"dtype": args.dtype, "revision": args.revision, "reads_images": reads_images}
     if args.load_in is not None:
         options["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[args.load_in])

@@ -46,10 +46,8 @@ def train(args: argparse.Namespace) -> int:
             check_apart(source, args.output)
     settings = arguments(args)
     if settings.shard_target and settings.world_size == 1:
-        raise ValueError(
-            "shard_target has each process keep a part of the target, and this is the only process; expected several,"
-            " by accelerate launch, or no shard_target."
-        )
+        found = "shard_target has each process keep a part of the target, and this is the only process"
+        raise ValueError(f"{found}; expected several, by accelerate launch, or no shard_target.")
     with claim(settings.output_dir):
         return run(args, settings, options)
 
@@ -129,10 +127,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.answer_batch_size is not None and not is_regenerated(args):
         raise ValueError("--answer-batch-size is of regenerated answers; expected --regenerate too.")
     if args.drafter is not None and (args.draft_vocab_size is not None or args.head != "target"):
-        raise ValueError(
-            "--draft-vocab-size and --head are of a new drafter, and --drafter names one that has its own; expected"
-            " one of the two."
-        )
+        found = "--draft-vocab-size and --head are of a new drafter, and --drafter names one that has its own"
+        raise ValueError(f"{found}; expected one of the two.")
 
 
 def arguments(args: argparse.Namespace) -> Any:
@@ -160,9 +156,8 @@ def arguments(args: argparse.Namespace) -> Any:
     try:
         return Eagle31TrainingArguments(**options)
     except (TypeError, AttributeError) as error:
-        raise ValueError(
-            f"--set: {error}; expected a field of Eagle31TrainingArguments, and a value of its type."
-        ) from None
+        found = f"--set: {error}"
+        raise ValueError(f"{found}; expected a field of Eagle31TrainingArguments, and a value of its type.") from None
 
 
 def rates_to_go_on(options: dict[str, Any]) -> dict[str, Any]:
@@ -184,10 +179,8 @@ def stored_target(args: argparse.Namespace) -> Any:
     if not is_store(args.data) or read_manifest(args.data).layer_ids is None:
         return None
     if args.upgrade or args.engine or is_regenerated(args):
-        raise ValueError(
-            f"{args.data} holds the target's states, and the target is not run; expected neither --upgrade nor"
-            " --regenerate nor --self-prompts nor --engine."
-        )
+        found = f"{args.data} holds the target's states, and the target is not run"
+        raise ValueError(f"{found}; expected neither --upgrade nor --regenerate nor --self-prompts nor --engine.")
     return StoredTarget(args.data, args.target)
 
 

@@ -206,9 +206,8 @@ def read_earlier(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, AttributeError):
         raise ValueError(f"{path}: is no JSON object; expected {EXPECTED}.") from None
     if found != (SCHEMA, "acceptance"):
-        raise ValueError(
-            f"{path}: has schema {found[0]!r} and kind {found[1]!r}; expected {SCHEMA!r} and 'acceptance', {EXPECTED}."
-        )
+        said = f"{path}: has schema {found[0]!r} and kind {found[1]!r}"
+        raise ValueError(f"{said}; expected {SCHEMA!r} and 'acceptance', {EXPECTED}.")
     try:
         against(report, report["figures"], report["facts"], path.name)  # it is compared with itself
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -340,8 +340,6 @@ def in_their_loop(target: Any, drafter: Eagle31DrafterModel, depth: int, ids: Te
     finally:
         del target._get_candidate_generator
     if not asked:
-        raise RuntimeError(
-            "transformers' loop did not draft with the drafter: this release finds its assistant in another way;"
-            " expected transformers 5.17 to 5.24, or no assisted-loop among the rivals."
-        )
+        said = "transformers' loop did not draft with the drafter: this release finds its assistant in another way"
+        raise RuntimeError(f"{said}; expected transformers 5.17 to 5.24, or no assisted-loop among the rivals.")
     return found

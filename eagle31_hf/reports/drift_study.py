@@ -70,10 +70,8 @@ class DriftStudy(Study):
         found = Measured(label, drafter.config)
         found.rows[PLAIN] = self._each(label, PLAIN, prompts, partial(self._watch, drafter))
         if not any(row["chains"] for row in found.plain):
-            raise ValueError(
-                f"{label}: no chain of {self.depth} in {len(prompts)} prompts, whose texts end before;"
-                " expected a smaller --depth, or prompts with longer answers."
-            )
+            said = f"{label}: no chain of {self.depth} in {len(prompts)} prompts, whose texts end before"
+            raise ValueError(f"{said}; expected a smaller --depth, or prompts with longer answers.")
         for name, install in INTERVENTIONS.items() if self.has_interventions else []:
             found.rows[name] = self._each(label, name, prompts, partial(self._count, drafter, install))
         for length in self.lengths:

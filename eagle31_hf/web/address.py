@@ -29,10 +29,8 @@ def bound(host: str, port: int) -> list[socket.socket]:
         for made in sockets:
             made.close()
         reason = (error.strerror or str(error)).partition(" (while")[0]  # behind it the address stands once more
-        raise ValueError(
-            f"--host {host} --port {port}: nothing can be served there ({reason}); expected an address"
-            " of this machine and a free port."
-        ) from None
+        found = f"--host {host} --port {port}: nothing can be served there ({reason})"
+        raise ValueError(f"{found}; expected an address of this machine and a free port.") from None
     return sockets
 
 
