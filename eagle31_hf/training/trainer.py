@@ -156,8 +156,7 @@ class Eagle31Trainer(CheckpointingTrainer):
 
     def batch(self, inputs: dict[str, Any]) -> Batch:
         """Returns a collated batch with the target's states: those of the store, or read ahead, or now. Texts with
-        states that are NaN or infinite are left out, and counted. Raises ValueError for images that the target is to
-        read by itself."""
+        states that are NaN or infinite are left out, and counted. Raises ValueError for images without states."""
         tokens = (inputs["input_ids"], inputs["answers"], inputs["documents"])
         if isinstance(self.reader, TargetEnds):
             states = inputs["states"], inputs["last_states"]
