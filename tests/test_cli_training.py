@@ -1,6 +1,5 @@
 """`eagle31 train`: from data to a drafter that generates, online and from stored states, stopped and resumed."""
 
-import argparse
 import json
 import shutil
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from programs import in_two_processes
 
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cli import main, training
+from eagle31_hf.cli.parsing import Parser
 from eagle31_hf.training.output import claim
 
 SUMMED = 1e-5  # fp32: sums over the examples of a step, over a few plain gradient steps
@@ -98,7 +98,7 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     ],
 )
 def test_a_trained_drafter_goes_on_at_a_tenth_of_the_rates(tmp_path, given, matrix_rate, rate):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     training.add_train(parser)
     line = ["--target", "target", "--data", "data", "--output", str(tmp_path), "--device", "cpu"]
     found = training.arguments(parser.parse_args([*line, *given]))
