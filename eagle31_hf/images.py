@@ -1,4 +1,5 @@
-"""Images that come from elsewhere: opened in a few formats, and within bounds."""
+"""Images from untrusted sources: read in a few formats only and, where the caller gives a limit, up to a number of
+pixels."""
 
 import base64
 import io
@@ -13,7 +14,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 def open_image(data: bytes, most_pixels: int | None = None) -> Any:
     """Opens the image of a file's bytes, whole. Raises ValueError for what is no image in one of FORMATS, and for one
-    of more pixels."""
+    of more than `most_pixels`."""
     from PIL import Image
 
     try:
@@ -40,19 +41,23 @@ class Picture:
     @property
     def path(self) -> Path | None:
         """The file, None for an image that is there without one."""
-        source = self.source
-        if isinstance(source, Mapping):
-            source = source.get("path") if source.get("bytes") is None else None
+        source = self._content
         return Path(source) if isinstance(source, str) and not source.startswith(("data:", *NETWORK)) else None
+
+    @property
+    def _content(self) -> Any:
+        """What the source is, or holds where it is an object of the `datasets` library."""
+        source = self.source
+        if not isinstance(source, Mapping):
+            return source
+        return source.get("path") if source.get("bytes") is None else source["bytes"]
 
     def open(self) -> Any:
         """Opens the image, upright and in RGB as transformers reads images. Raises ValueError for what cannot be read,
         and for an address in a network: what a drafter is trained on must be there when a run goes on."""
         from transformers.image_utils import load_image
 
-        source, path = self.source, self.path
-        if isinstance(source, Mapping):
-            source = source.get("bytes")
+        source, path = self._content, self.path
         if isinstance(source, str) and source.startswith(NETWORK):
             raise ValueError(f"{source[:SHOWN]} lies in a network; expected a file. Download it first.")
         try:

@@ -117,14 +117,15 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is not None:
         return answer(arguments)
-    if "--load-in" not in sys.argv:
+    if not any(word.startswith("--load-in") for word in sys.argv):
         # Others import bitsandbytes, which on some processors warns of a kernel that only 4-bit weights would need.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return endings.as_program(lambda: answer(sys.argv[1:]))
 
 
 def answer(arguments: list[str]) -> int:
-    """Parses the arguments and runs the command; an error becomes one line on stderr. Returns the exit status."""
+    """Parses the arguments and runs the command. An error that is expected becomes one line on stderr, any other is
+    raised. Returns the exit status."""
     args = None
     try:
         args = parser(arguments[0] if arguments else "").parse_args(arguments)

@@ -60,8 +60,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
 
 
 def load_processor(source: str, revision: str | None, target: Any, tokenizer: Any) -> Any:
-    """Loads the processor of a target that reads images, as it is loaded, and gives it the tokenizer. Returns this
-    alone for any other target, and where the processor cannot be loaded."""
+    """Loads a target's processor, with the tokenizer in it. Returns the tokenizer itself for a target that, as it is
+    loaded, reads text alone, and where the processor cannot be loaded."""
     from transformers import AutoProcessor
 
     if "image" not in target.input_modalities:
@@ -77,8 +77,8 @@ def load_processor(source: str, revision: str | None, target: Any, tokenizer: An
 
 
 def auto_class(config: Any, reads_images: bool) -> Any:
-    """Returns transformers' class that loads a target: of models that read images where there is no causal language
-    model of its config, or where both are and images are to be read."""
+    """Returns transformers' class that loads a target: AutoModelForImageTextToText if its config has such a model and
+    either images are to be read or it has no causal language model; else AutoModelForCausalLM."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as TEXT
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGES
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -88,8 +88,8 @@ def auto_class(config: Any, reads_images: bool) -> Any:
 
 
 def load_causal_lm(source: str, reads_images: bool = False, **options: Any) -> Any:
-    """Loads a target for evaluation, `reads_images`: as a model that does where there is one; `options` are those of
-    `from_pretrained`. Raises OSError and ValueError in plain words."""
+    """Loads a target in eval mode; `reads_images`: as a model that reads images, where there is one; `options`: those
+    of `from_pretrained`. Raises OSError and ValueError in plain words."""
     from transformers import AutoConfig
 
     refuse_drafter(source, options.get("revision"))

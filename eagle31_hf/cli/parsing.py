@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"  # the name of the default device
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 LARGEST = 2**31 - 1  # the largest count accepted: more fits no memory, and overflows 32-bit integers of other libraries
-OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # JSON's words by Python's
+OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # Python's words: JSON's
 MAX_SEED = 2**32 - 1  # NumPy's, which transformers seeds too
 
 
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def add(self, name: str, read: Any, what: str = "", **others: Any) -> None:
-        """Adds an argument; `read` reads its value, or has those that it may be."""
+        """Adds an argument. `read`: a function that parses its value, or the values it may have."""
         self.add_argument(name, help=what, **{"type" if callable(read) else "choices": read}, **others)
 
     def add_option(self, name: str, read: Any, default: Any, what: str = "", **others: Any) -> None:
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         self.add_flag("--json", "print one JSON object")
 
     def add_template_option(self) -> None:
-        """Adds the option of reading chats."""
+        """Adds --template-option."""
         self.add_several("--template-option", field, "what the chat template reads besides, as enable_thinking=false")
 
     def add_reading(self) -> None:
@@ -215,8 +215,8 @@ def reading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def field(text: str) -> tuple[str, Any]:
-    """Reads `NAME=VALUE`; the value is JSON, or else a plain string, but for the words that Python has in place of
-    JSON's."""
+    """Reads `NAME=VALUE`. The value is JSON, or else a plain string. True, False and None are refused: JSON writes
+    true, false and null."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}, expected NAME=VALUE, e.g. norm_output=false")

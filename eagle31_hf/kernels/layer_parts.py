@@ -1,6 +1,5 @@
-"""What a layer does between its products and its attention: RMSNorm together with what stands before it, y = x /
-sqrt(mean(x^2) + eps) * weight; and the rotary embedding, with keys and values written to where they stay, at slots that
-the device holds.
+"""The small operations of a decoder layer: RMSNorm with the sum before it, y = x / sqrt(mean(x^2) + eps) * weight; and
+the rotary embedding, with keys and values written into their buffers, at slots that the device holds.
 
 B sequences, T new tokens, h width, V vocabulary, H heads of queries, Hkv of keys, D head width, P <= D the part of it
 that is rotated, C slots of the buffers. Sequence b writes its tokens to the slots `starts[b]` to `starts[b] + T - 1`.
@@ -55,8 +54,8 @@ def rope_append(
 ) -> Tensor:
     """Rotates queries and keys, after the RMSNorm of each head by `norms`, the weights (D,) for queries and for
     keys, empty where there is none, and appends keys and values to the buffers (B, Hkv, C, D) and (B, Hkv, C, Dv),
-    contiguous in their last dimension. `starts` (B, 1) int64. No slot lies outside the buffers: the kernel leaves such
-    a token out, the reference raises. Returns the rotated queries (B, T, H, D).
+    contiguous in their last dimension. `starts` (B, 1) int64. Slots must lie inside the buffers: of one outside the
+    kernel drops the token, the reference raises. Returns the rotated queries (B, T, H, D).
 
     `qkv`: queries (B, T, H, D), keys (B, T, Hkv, D) and values (B, T, Hkv, Dv). `rope`: cos and sin (B or 1, T, P),
     each angle twice, in halves: of the first P entries of a head, x becomes x * cos + (-x[P/2:], x[:P/2]) * sin."""

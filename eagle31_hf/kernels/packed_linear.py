@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CHANGE = 2**-26  # of the sizes in a row, that fp16 may take away: a quarter of what fp32 itself rounds by
+CHANGE = 2**-26  # the most that fp16 may change a row, of the sum of its sizes: a quarter of fp32's rounding error
 ROWS = 64  # that are looked at together: few enough to stay in a cache
 
 
@@ -36,8 +36,8 @@ def is_available() -> bool:
 
 
 def fits_fp16(weight: Tensor) -> bool:
-    """Returns whether fp16 holds a weight (N, K) so well that a product in fp32 shows no difference: one of 16 bits, or
-    of a checkpoint in 16 bits that was loaded in fp32, but for values that are tiny beside the others of their row."""
+    """Returns whether a copy in fp16 of a weight (N, K) is as good as one in fp32: it changes each row by less than
+    fp32's own rounding does. True of most weights that are stored in 16 bits, in whatever dtype they are loaded."""
     for rows in weight.detach().split(ROWS):
         values = rows.float()
         changes = (values.half().float() - values).abs().sum(1)

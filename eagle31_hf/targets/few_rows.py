@@ -45,10 +45,10 @@ from .users import Users
 logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
-MOST_ROWS = 64  # of most rounds; more are taken for a prompt's
+MOST_ROWS = 64  # of a round; a forward of more is taken for a prompt's
 CGROUP = Path("/sys/fs/cgroup")
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
-FORWARD = nn.Linear.forward  # where another is put in its place, that is what layers run
+FORWARD = nn.Linear.forward  # as imported: where somebody has put another in its place since, no layer is packed
 
 
 @dataclass
@@ -66,9 +66,7 @@ class FewRowsLayer:
 
 
 class _Forwards(threading.local):
-    """Two settings of this thread, set by `in_drafted_call` and read by what stands in for forwards. `is_drafted`: its
-    forwards are those of a drafted call; `num_before`: the number of keys before the new ones, where attention is to
-    give each position what it gives it alone."""
+    """Two settings of this thread, made by `in_drafted_call` (see there) and read by what stands in for forwards."""
 
     is_drafted = False
     num_before: int | None = None
@@ -84,7 +82,8 @@ _users = Users(_stand_ins.clear)  # of the first layers of groups
 @dataclass(frozen=True)
 class FewRows:
     """The outcome for a model. `num_bytes`: what packed weights take beside the model's own; `is_exact`: it is of 16
-    bits, and what a row gives depends on no other row."""
+    bits, and its linear layers are batch-invariant: they give each row the same result, whatever rows run with it.
+    False in fp32."""
 
     num_bytes: int = 0
     is_exact: bool = False
@@ -139,8 +138,8 @@ def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
 @contextmanager
 def in_drafted_call(num_before: int | None = None) -> Iterator[None]:
     """A context whose forwards are those of a drafted call: of its prompt and its rounds. `num_before`: the number of
-    keys before the new ones, where attention is to give each position what it gives it alone, whatever the mask: of one
-    sequence without padding, and without sliding windows."""
+    cached keys, if attention is to be batch-invariant: each new position gets the same result, to the last bit, as if
+    it were run alone. For one sequence without padding or sliding windows. None: attention runs as usual."""
     if torch.is_autocast_enabled("cpu"):
         yield
         return
@@ -185,15 +184,16 @@ class _LinearForward:
 
 
 def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
-    """Returns whether a forward of this thread is one of a drafted call, of few rows unless it takes prompts, or a
-    row is to be rounded as it is alone."""
+    """Returns whether a forward of this thread runs the chosen kernel: within a drafted call and without autocast, if
+    its rows are few, or the kernel is used for prompts too, or no result may depend on the number of rows."""
     is_few = num_rows > 0 and (takes_prompts or num_rows <= MOST_ROWS or keys_before() is not None)
     # autocast may be switched on within, by a forward that somebody wrapped
     return is_few and _forwards.is_drafted and not torch.is_autocast_enabled("cpu")
 
 
 def can_pack() -> bool:
-    """Returns whether linear layers may run few rows in another way: oneDNN is there, and nobody has declined it."""
+    """Returns whether layers may be packed: torch has oneDNN (FBGEMM is not used without it), `EAGLE31_KERNELS` does
+    not decline it, and no autocast is on."""
     return is_available() and not why_switched_off(NAME) and not torch.is_autocast_enabled("cpu")
 
 
@@ -205,14 +205,13 @@ def run_of(*group: nn.Linear) -> "_LinearForward | None":
 
 
 def keys_before() -> int | None:
-    """The number of keys before the new ones, where attention of this thread is to give each position what it gives
-    it alone."""
+    """Returns the number of cached keys where attention of this thread is to be batch-invariant, else None."""
     return _forwards.num_before
 
 
 def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, FewRowsLayer]:
-    """The linear layers of a model that few rows run through in another way, each a group of its own unless it is in
-    one of the groups, prepared where they are not yet; none where they were declined or memory is short."""
+    """Returns the layers of a model that can run few rows by another kernel, packing those that are not packed yet. A
+    layer is a group of its own unless `groups` joins it with others. Where memory is short: those packed earlier."""
     own = [group for group in _all_groups(model, groups) if all(map(_is_plain, group))]
     new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
     for layer in (layer for group in new for layer in group):  # one may have been prepared alone

@@ -23,11 +23,11 @@ TORCH = "torch"  # for its own kernel, beside the names in KERNELS
 LOW = (torch.bfloat16, torch.float16)
 TIMED_ROWS = (1, 3, 8)
 TIMED_PROMPT = (128,)
-PROMPT_GAIN = 1.3  # how many times faster a prompt must be, to run other kernels than the target alone
+PROMPT_GAIN = 1.3  # a prompt runs the chosen kernel if that is more than so many times as fast as torch's
 TIMED_BYTES = 2**26  # of weights of one shape that kernels are timed on: more than a cache holds
 TIMES = 5
-# Rows that are alike in 16 bits, whatever their number. Of more, some kernels, as oneDNN's for AMX, add up in another
-# order.
+# The most rows of a call for which a kernel is tried to be batch-invariant: some, as oneDNN's for AMX, add up more in
+# another order.
 ALIKE_ROWS = 32
 COMPARED_SIZES = (1, 2, 3, 5, 8, 17, 31)
 COMPARED_VALUES = 2**16  # of results: another order of a sum changes one of ten thousand
@@ -39,10 +39,10 @@ Group = tuple[nn.Linear, ...]  # layers that read the same input, or one layer
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision for all linear layers of one shape: the kernel that multiplies few rows. `kernel`: its name in
-    KERNELS, over packed weights, or TORCH. `least_rows`: in 16 bits, 1 where a row's result does not depend on the
-    number of rows; 2 where that of a lone row differs, which is then run twice; None where results depend on it.
-    `takes_prompts`: it multiplies the rows of prompts, too."""
+    """A decision for all linear layers of one kind: the kernel that multiplies few rows. `kernel`: its name in KERNELS,
+    over packed weights, or TORCH. `least_rows`: in 16 bits the smallest number of rows whose results do not depend on
+    how many there are: 1, or 2 (a lone row is then run twice), or None (no number); in fp32 it says nothing.
+    `takes_prompts`: the kernel multiplies the rows of prompts, too."""
 
     kernel: str
     least_rows: int | None
@@ -76,8 +76,8 @@ def _joined(tensors: list[Tensor | None]) -> Tensor | None:
 
 
 class Kind(NamedTuple):
-    """A kind of groups of layers that run by one choice: the shapes (N, K) of their weights, which fp16 holds or
-    not."""
+    """The kind of a group of layers; groups of one kind share a choice: their weights have the same shapes (N, K) and
+    dtype, and fit fp16 or do not."""
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
@@ -104,7 +104,8 @@ def by_kind(groups: list[Group]) -> dict[Kind, list[Group]]:
 
 
 def pack(group: Group, kernel: str) -> Packed | None:
-    """Packs the weights of a group for a kernel; None for torch's own. Raises RuntimeError where memory is short."""
+    """Packs the weights of a group for a kernel; None for torch's own. Raises RuntimeError where memory is short, or
+    the kernel does not run on this processor."""
     if kernel == TORCH:
         return None
     weight = _joined([layer.weight for layer in group])

@@ -48,7 +48,8 @@ class Users:
         self._counts[id(used)] += 1
 
     def leave(self, used: Any) -> bool:
-        """Takes a context away, which was not counted where it began before a fork. Returns whether none is left."""
+        """Removes a context. Returns whether none is left: also of one that began before a fork and was not counted in
+        this process."""
         self._counts[id(used)] -= 1
         if self._counts[id(used)] > 0:
             return False

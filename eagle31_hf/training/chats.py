@@ -25,7 +25,7 @@ RENDERINGS = {  # of a chat: with the template or not, with BOS or not
     "no_bos_no_template": (False, False),
 }
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# fields of an assistant's message that it may consist of
+# the fields of which an assistant's message has at least one
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
@@ -41,7 +41,7 @@ class ExampleMaker:
     images: ImageRenderer = field(default_factory=ImageRenderer)
 
     def __post_init__(self):
-        # In answers that are regenerated all else is a prompt.
+        # With `regenerate`, prompts have to be told from answers, whatever is learnt in the end.
         self.learns_all = self.options.mask == "all" and not self.options.regenerate
         self._texts_of_chat = AlikeTexts(self.tokenizer)
 
@@ -57,8 +57,8 @@ class ExampleMaker:
             if self.learns_all:
                 text.answers = torch.ones_like(text.answers)
             text.answers = text.answers & ~self._of_images(text)
-        # Once unrolled, an example is supervised where two tokens of an answer follow each other: the first of them is
-        # never drafted.
+        # An example has a loss only where two tokens of an answer follow each other: the target gives the first itself,
+        # and the drafter drafts from the second on.
         most = self.options.max_length
         examples = [
             {"input_ids": text.input_ids[:most].clone(), "answers": text.answers[:most].clone()}
@@ -135,7 +135,7 @@ class ExampleMaker:
         if self.learns_all:
             ids = self._rendered(chat)
             return [_tokens(ids, [False] * len(ids))]
-        # Slow tokenizers do not know where in the text their tokens lie, which the template's own marks are in.
+        # Slow tokenizers do not say where in the text their tokens lie, which the template's generation marks need.
         template = self.tokenizer.get_chat_template(self.options.chat_template, chat.tools)
         return (
             [self._by_marks(chat)]

@@ -165,7 +165,8 @@ def _message(turn: Any) -> dict[str, Any]:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message, once its fields are known to have the types that templates read."""
+    """Checks the types of a message's fields, and returns it with the parts of its content in one form: fields that are
+    None dropped, images as `Picture`s. Raises Skipped for other types."""
     _string(message["role"], "role")
     for name in ("reasoning_content", "reasoning", "thinking"):
         _string(message.get(name, ""), name)
@@ -278,8 +279,8 @@ KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
 
 def parse_record(record: Record, others: Iterable[str] = (), no_images: str | None = ONLY_TEXT) -> Chat | str | Tokens:
     """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
-    fields of other types; `others`: columns that a caller reads besides, for the message. `no_images`: why chats with
-    images are none for the caller, who else (None) reads their pixels."""
+    fields of other types; `others`: columns that a caller reads besides, for the message. `no_images`: the
+    reason to skip chats with images, None where the caller reads images."""
     found = {name for name, value in record.items() if value is not None}
     for columns, read in KINDS.items():
         if found.issuperset(columns):

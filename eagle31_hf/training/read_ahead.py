@@ -27,9 +27,9 @@ class TrainingBatches:
         self._reads_ahead = True
 
     def without_moving(self, loader: Any) -> Any:
-        """Returns a loader that accelerate prepared, whose batches are to be taken here. They stay where they are
-        loaded, and the Trainer moves each to its device as it is trained on: not all of an optimizer step at once."""
-        # Where one process reads for all, reading is a meeting of all, which another thread's must not cross.
+        """Keeps the batches of a loader that accelerate prepared on the CPU, so that only the batch that is trained on
+        is on the device, and notes whether they can be read ahead. Returns the loader."""
+        # Where one process reads for all, reading is a collective operation, which must not mix with training's.
         self._reads_ahead = not isinstance(loader, DataLoaderDispatcher)
         if self._reads_ahead:
             loader.device = None
@@ -44,7 +44,8 @@ class TrainingBatches:
         if self._batches is not batches:
             self.close(wait=True)  # the next epoch's batches come from the same loader
             self._batches, self._pool = batches, ThreadPool(1)
-            # With the first batch the sampler draws its order: now, whatever else draws while the others are read.
+            # Read here, not by the thread: with the first batch the sampler draws its order, which must come before
+            # other code draws.
             found.append(next(batches, END))
         while len(found) + len(self._coming) < 2 * count:
             self._coming.append(self._pool.apply_async(next, (batches, END)))
@@ -78,7 +79,7 @@ class StatesAhead:
         """Returns the states of the next batch on a device, and has those of the batch after it read; no others are
         held. Raises what reading them raised."""
         states, last_states = self._coming.result()
-        # Before the next are read: a GPU copies them when it has done what it was given before.
+        # Before the next read: a GPU works in order, and a copy that is asked for later would wait for that read.
         taken = states.to(device), last_states.to(device)
         self._read_next()
         return taken

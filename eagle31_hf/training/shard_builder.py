@@ -1,7 +1,7 @@
 """The making of a store's shards: their records become examples, in the target's own words and with its states where
 asked. T tokens of an example.
 
-A shard follows from the records that are its own, and from nothing else.
+A shard depends on its own records, the options and the target, never on other shards: any process can make any of them.
 """
 
 from collections import Counter
@@ -87,10 +87,10 @@ class ShardBuilder:
         return EngineAnswers(self.target, self.tokenizer, self.options, engine, self.maker.vocab_size)
 
     def meet_engine(self, complete: Manifest | None) -> None:
-        """Checks that the engine, if one answers, gives the target's answers, on the first prompts of the records.
-        Where nothing is left to answer, `complete` is the store's manifest, and the engine is not asked.
+        """Checks on the first prompts that the engine answers as the target does; does nothing without an engine.
+        `complete`: the manifest of a store with nothing left to answer; the engine is then not asked.
 
-        Raises ValueError where it does not, RuntimeError where it cannot be reached.
+        Raises ValueError where answers differ, RuntimeError where no server is reached.
         """
         if not isinstance(self.generator, EngineAnswers):
             return
@@ -250,8 +250,8 @@ class ShardBuilder:
 
     @property
     def earlier(self) -> dict[str, str]:
-        """The values of manifests that earlier versions wrote otherwise, by field: the generation config's digest had
-        transformers' version in it."""
+        """The values of a manifest as earlier versions of this library made them, by field, so that their stores still
+        match: the generation config's digest had transformers' version in it."""
         return {"source.generation_config": digest(self.target.generation_config.to_json_string(use_diff=False))}
 
 
@@ -273,8 +273,8 @@ def _why_no_images(
 
 
 def _with_images_read(reader: TargetReader | EngineStates | None, examples: list[dict[str, Any]]) -> list[Columns]:
-    """Returns the examples of a record, those with images with the target's states in place of their pixels, of which
-    no more than one record's are kept so."""
+    """Replaces the pixels in a record's examples by the target's states, at once, so that only one record's pixels are
+    in memory. Returns the examples."""
     for example in examples:
         pixels = example.pop("pixels", None)
         if pixels is not None:

@@ -41,8 +41,9 @@ class TargetReader:
     `in_lockstep`: other processes hold parts of the target, so all have to run it equally often; found by itself for
     a target that was loaded in parts. A tensor-parallel one needs more: all of its processes run the texts of each, one
     process after the other, unless `reads_alike`, all read the same texts. `learnt_on`: the drafter's device; the
-    target `is_apart` where it has another to itself. `ends`: what a drafter is tied to, see `ends_of`; on its own
-    device, where it can be: the target's is at work on other texts meanwhile.
+    target `is_apart` if it is on another and needs no other process, so that it can be read ahead. `ends`: what a
+    drafter is tied to, see `ends_of`; then copies on the drafter's device, where that is possible, as the target's is
+    busy with the next texts.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class TargetReader:
 
     @torch.no_grad()
     def of_images(self, text: Tensor, pixels: Pixels) -> tuple[Tensor, Tensor]:
-        """Returns what `of_texts` does of one text (T,) in which images are, read with their `pixels`; what these have
-        for each token may go on after its end."""
+        """Returns the states of one text (T,) with images, as `of_texts` does of others. What `pixels` have for each
+        token is cut to its length."""
         given = on_target(pixels, self.device, self.target.dtype, len(text))
         states, last = (found[0].to(text.device) for found in self._run(text[None], given))
         return states, last

@@ -179,7 +179,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             logs["matrix_learning_rate"] = self._matrix_rate
         super().log(logs, start_time)
         if "loss" in logs and self.is_in_train:
-            # the Trainer subtracts it from itself, which of one that is not finite leaves NaN for ever
+            # the Trainer resets it by subtracting it from itself, and NaN less NaN stays NaN
             self._tr_loss.zero_()
         if "train_loss" in logs:  # the end, before the best checkpoint takes the place of the last weights
             check_divergence(self)
@@ -240,7 +240,8 @@ def source_of_states(
     drafter: Eagle31DrafterModel, target: PreTrainedModel | None, args: Eagle31TrainingArguments, examples: Any
 ) -> TargetReader | TargetEnds:
     """Returns the source of the target's states and logits, or its ends alone, where the examples bring the states, and
-    ties the drafter to it. Raises ValueError for what the source cannot give."""
+    ties the drafter to it. The target is frozen, put into eval mode and, with `shard_target`, sharded in place. Raises
+    ValueError for what the source cannot give."""
     if target is None:
         return ends_behind(drafter, examples)
     target.eval().requires_grad_(False)
@@ -255,8 +256,9 @@ def source_of_states(
 def as_trained(
     batch: dict[str, Tensor], all_tokens: bool, image_ids: Tensor, reach: int, draws: torch.Generator
 ) -> dict[str, Tensor]:
-    """Returns a batch as it is trained on: `all_tokens` of a text are an answer but those of images, and `skips` spread
-    positions up to `reach`. Raises ValueError for a collator's batch that lacks a column."""
+    """Returns a batch as it is trained on. `all_tokens`: all but those of images are marked as answers; `reach`: the
+    farthest position that skipped positions spread a text to, 0 for none. Raises ValueError for a collator's batch that
+    lacks a column."""
     check_columns(batch)
     if all_tokens:
         ids = batch["input_ids"]

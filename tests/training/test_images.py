@@ -163,7 +163,12 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
         "holds more than text": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, answer],
     }
     records["over-long prompt"][0]["content"].pop(0)
-    sources = (str(bad), "https://example.com/a.png", {"bytes": None, "path": None})
+    sources = (
+        str(bad),
+        "https://example.com/a.png",
+        {"bytes": None, "path": "https://example.com/a.png"},
+        {"bytes": None, "path": None},
+    )
     others = [[asked("abc", image=source), answer] for source in sources]
     good = [asked("abc", path=picture), answer]
     chats = [{"messages": each} for each in (*records.values(), *others, good)]
@@ -171,7 +176,7 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
     done = prepare(llava, tmp_path / "of", chats)
     assert done.rows == 1
     more = ("an image that cannot be read", "images and their places differ in number", "an image of no known kind")
-    assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (3, 2, 2), strict=True))
+    assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (4, 2, 2), strict=True))
 
 
 def test_without_pixels_no_chat_with_images_is_trained_on(llava, picture, tmp_path):

@@ -23,8 +23,8 @@ EXTREME = 3e-4  # probabilities are clamped to this distance from 0 and 1
 
 
 class CostModel:
-    """The seconds that forwards take, by their size, the tokens they run: the mean of the fastest three quarters of the
-    last nine (other load on the machine only ever makes them slower), interpolated linearly between sizes."""
+    """The seconds that forwards take, by their size, the tokens they run: the mean of the fastest six of the last
+    nine (other load on the machine only ever makes them slower), interpolated linearly between sizes."""
 
     def __init__(self):
         self.seconds: dict[int, deque[float]] = {}
@@ -96,7 +96,8 @@ def estimate(points: Sequence[tuple[int, float]], sizes: tuple[int, ...]) -> lis
 
 @dataclass
 class Rate:
-    """Tokens a second, and a round, in which recent rounds count more: one counts `memory` times the next."""
+    """Tokens a second, and a round, in which recent rounds count more: each counts `memory` times as much as the one
+    after it."""
 
     tokens: float = 0.0
     seconds: float = 0.0
