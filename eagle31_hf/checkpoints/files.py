@@ -4,6 +4,7 @@ No code in a file is run: configs and indices are parsed as JSON, pickles by `pi
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
 from ..json_file import NOT_TEXT, parse_json, read_json, show
-from ..storage.tensor_file import NAME_OF_DTYPE, Entry, tensor_chunks
+from ..storage.tensor_file import CHUNK_BYTES, NAME_OF_DTYPE, Entry, tensor_chunks
 from .knobs import KNOBS_FILE
 from .pickles import stored_sizes, unpickle
 from .sources import HubError, check_name, fetch, find_config
@@ -41,20 +42,40 @@ MAX_FILE_NAME = 255  # bytes, of most file systems
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file: its dtype (safetensors' name) and its shape."""
+    """A tensor of a file: its dtype (safetensors' name), its shape, and the offset of its first byte.
+
+    In a pickle it has no such offset (None).
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    start: int | None = None
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yields its bytes in pieces of at most CHUNK_BYTES; each is valid until the next is asked for."""
+        if self.start is None:
+            yield from tensor_chunks(self.load())
+            return
+        left = self.entry().nbytes
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.start)
+            while left:
+                count = file.readinto(buffer[: min(left, len(buffer))])
+                if not count:
+                    raise OSError(f"{self.file}: {self.name} ends {left} bytes early. Download the file again.")
+                yield buffer[:count]
+                left -= count
 
     def entry(self) -> Entry:
         """Describes the tensor to a writer."""
-        return Entry(self.dtype, self.shape, lambda: tensor_chunks(self.load()))
+        return Entry(self.dtype, self.shape, self.chunks)
 
     def load(self) -> Tensor:
-        """Maps the tensor. The file is opened anew for each, so that only the pages of one are ever in memory."""
-        if self.file.suffix != ".safetensors":
+        """Reads the tensor. A pickle is opened anew for each, so that only the pages of one are ever in memory."""
+        if self.start is None:
             return unpickle(self.file)[self.name].contiguous()
         with safe_open(self.file, "pt") as tensors:
             return tensors.get_tensor(self.name)
@@ -231,8 +252,11 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
     metadata = header.pop("__metadata__", None) or {}
     for name, entry in header.items():
         _check_tensor(path, name, entry["dtype"])
-    found = {name: StoredTensor(name, each["dtype"], tuple(each["shape"]), path) for name, each in header.items()}
-    return found, metadata
+    stored = {
+        name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+    return stored, metadata
 
 
 def _check_tensor(path: Path, name: str, dtype: str) -> None:
