@@ -1,5 +1,5 @@
-"""What one budget of drafts for a whole batch could gain, by reckoning: the best depth for all of its sequences, beside
-drafts that go to the sequences where they are likeliest to be accepted.
+"""A calculation of what one budget of drafts for a whole batch could gain: drafts that go to the sequences where they
+are likeliest to be accepted, beside the best depth for all sequences.
 
 A round takes as long as its weights take to be read, or its products to be worked out, whichever is longer, and each
 draft step as long as the drafter's weights take to be read. Of experts those are read that a token of the round is sent

@@ -28,6 +28,13 @@ def open_image(data: bytes, most_pixels: int | None = None) -> Any:
     raise ValueError(f"has {width} x {height} pixels; expected at most {most_pixels}.")
 
 
+def bytes_of(path: Path) -> bytes:
+    """Reads a file. Raises OSError for what has no end, a pipe or a device."""
+    if not path.is_file() and path.exists():
+        raise OSError("no plain file")
+    return path.read_bytes()
+
+
 @dataclass(frozen=True)
 class Picture:
     """An image of a chat, opened when it is asked for.
@@ -62,12 +69,15 @@ class Picture:
             raise ValueError(f"{source[:SHOWN]} lies in a network; expected a file. Download it first.")
         try:
             if path is not None:
-                source = path.read_bytes()
+                source = bytes_of(path)
             elif isinstance(source, str):
                 source = base64.b64decode(source.partition(",")[2])
         except (OSError, ValueError) as error:
             raise ValueError(f"{str(path or source)[:SHOWN]} cannot be read ({error}).") from None
-        return load_image(open_image(source) if isinstance(source, bytes) else source)
+        try:
+            return load_image(open_image(source) if isinstance(source, bytes) else source)
+        except ValueError as error:
+            raise ValueError(f"{str(path)[:SHOWN]} {error}" if path else str(error)) from None
 
 
 NETWORK = ("http://", "https://", "ftp://", "s3://", "gs://", "hf://")

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "eagle31_hf"
 LAYERS = (
-    {"cache_names", "errors", "config_rules", "images", "json_file", "names", "printable", "seeding"},
+    {"cache_names", "chat_template", "errors", "config_rules", "images", "json_file", "names", "printable", "seeding"},
     {"markdown", "version", "starting", "clock", "configuration", "storage", "vocab", "kernels", "web"},
     {"quantized"},
     {"acceptance", "attention", "cache", "checkpoints"},

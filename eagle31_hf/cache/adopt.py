@@ -342,16 +342,17 @@ def appending(cache: Cache) -> Iterator[None]:
     windowed layers keep what `crop` may have to bring back, those with states beside the window from the first `crop`
     on."""
     recording = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
-    for layer, _ in recording:
-        if not holds_states(layer):
-            layer.activate_past_recording()
-    _appended[cache] = Appended(cache)
     try:
+        for layer, _ in recording:
+            if not holds_states(layer):
+                layer.activate_past_recording()
+        _appended[cache] = Appended(cache)
         yield
     except BaseException:
-        _appended[cache].take_back()
+        if cache in _appended:
+            _appended[cache].take_back()
         raise
     finally:
-        del _appended[cache]
+        _appended.pop(cache, None)
         for layer, record_past in recording:
             layer.record_past = record_past

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
+from ..chat_template import as_read
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import checking_forwards, context_of, room_for, why_too_long
 
@@ -242,8 +243,9 @@ class Conversation:
             text = "".join(message["content"] for message in messages)
             return torch.tensor([self.tokenizer(text)["input_ids"]], dtype=torch.long)
         try:
+            read = as_read(self.tokenizer, messages, self.template_options)
             rendered: Any = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+                read, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
             )
         except Exception as error:  # a template is a program of its author's, and may raise anything
             said = " ".join(str(error).split())[:300]

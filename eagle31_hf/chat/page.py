@@ -280,9 +280,14 @@ class PlainEvents:
             await self.app(scope, receive, send)
             return
         try:
-            event = self.event(await Request(scope, receive).body())
+            body = b""
+            async for part in Request(scope, receive).stream():
+                body += part
+                if len(body) > MOST_WORDS:
+                    break
         except ClientDisconnect:
             return
+        event = self.event(body)
         if event is None:
             await WRONG(scope, receive, send)
             return

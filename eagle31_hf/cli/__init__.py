@@ -137,7 +137,7 @@ def answer(arguments: list[str]) -> int:
             args.out.flush()
         return status
     except endings.Stopped as stop:
-        progress(f"stopped by {stop}. {endings.outlook(args)}" if args is not None else f"stopped by {stop}.")
+        progress(f"stopped by {stop}. {'Nothing was done.' if args is None else endings.outlook(args)}")
         raise
     except Exception as error:
         explained = endings.explain(error, args)

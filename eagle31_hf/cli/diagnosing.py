@@ -26,6 +26,8 @@ from ..training.images import images_of
 from .loading import load_causal_lm, load_processor, load_tokenizer
 from .parsing import DTYPES, LARGEST, Parser, number, positive, progress, reading_options, show
 
+TEXT_ALONE = "expected text, which is all that this report is of."
+
 
 def drift(args: argparse.Namespace) -> int:
     """Measures drift and shows it; with --output also writes the report."""
@@ -125,7 +127,7 @@ def loaded(args: argparse.Namespace, labels: Iterable[str], reads_images: bool =
     target = load_causal_lm(args.target, reads_images, dtype=args.dtype).to(args.device)
     vocab_size, options = target.config.get_text_config(decoder=True).vocab_size, dict(args.template_option)
     processor = load_processor(args.target, None, target, tokenizer) if reads_images else tokenizer
-    images = images_of(target, processor, options)
+    images = images_of(target, processor, options, None if reads_images else TEXT_ALONE)
     renderer = Renderer(tokenizer, args.prompt_tokens, vocab_size, options, images)
     sources, room = read_sources(args.prompts, args.split), context_of(target) or LARGEST
     prompts = Prompts(args.prompts, renderer, args.num_prompts, room, args.max_new_tokens, sources, progress)

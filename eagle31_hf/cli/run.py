@@ -13,6 +13,7 @@ from transformers import TextStreamer
 from .. import demo as pair
 from ..acceptance import by_position, track_acceptance
 from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment, profile
+from ..chat_template import as_read
 from ..printable import printable
 from ..reports.acceptance_report import same_texts
 from ..reports.acceptance_study import TARGET_ALONE, AcceptanceStudy, Decoded, Settings
@@ -137,7 +138,7 @@ def _inputs(tokenizer: Any, args: argparse.Namespace) -> Any:
         found = f"--chat: {args.target} has no chat template"
         raise ValueError(f"{found}; expected a target for chats, or the prompt without --chat.")
     if args.chat:
-        messages = [{"role": "user", "content": args.prompt}]
+        messages = as_read(tokenizer, [{"role": "user", "content": args.prompt}], {})
         with refused_by("template"):
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_template import as_read
 from ..demo import HELD_OUT, held_out_file
 from ..training.images import ImageRenderer, Pixels
 from ..training.kinds import ANSWER_COLUMNS, KINDS, Chat, Tokens, check_ids, check_text, parse_record, text_of
@@ -186,9 +187,10 @@ class Renderer:
 
     def templated(self, chat: Chat) -> Tensor:
         """Returns the ids (T,) of a chat as serving renders it."""
+        messages = as_read(self.tokenizer, chat.messages, self.template_options)
         with refused_by("template"):
             rendered: Any = self.tokenizer.apply_chat_template(
-                chat.messages,
+                messages,
                 tools=chat.tools,
                 add_generation_prompt=True,
                 tokenize=True,

@@ -110,7 +110,11 @@ def check_image(url: Any, where: str) -> None:
     if found is None:
         raise RequestError(f"{where} is {shown(url)}; expected data:image/...;base64,...", where)
     try:
-        open_image(base64.b64decode(found[1]), MOST_PIXELS)
+        data = base64.b64decode(found[1])
+    except ValueError:
+        data = b""  # which is no image
+    try:
+        open_image(data, MOST_PIXELS)
     except ValueError as error:
         raise RequestError(f"{where} {error}", where) from None
 

@@ -1,6 +1,7 @@
 """Figures that were measured on this machine, kept between processes in the user's cache folder."""
 
 import json
+import os
 import platform
 import threading
 from contextlib import suppress
@@ -65,8 +66,11 @@ class Measured:
 
 
 def machine() -> str:
-    """Returns what times on the CPU depend on besides the program: the processor, torch, and its threads."""
-    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    """Returns what times on the CPU depend on besides the program: the processor, its instructions that may be used,
+    torch, and its threads."""
+    capability, most = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA")
+    used = f"{_processor()}, {capability}{f' and {most}' if most else ''}"
+    return f"{used}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 @cache

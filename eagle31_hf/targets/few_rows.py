@@ -36,6 +36,7 @@ from .linear_kernels import (
     at_least,
     by_kind,
     choice_for,
+    engine,
     pack,
     run_with,
     size_of,
@@ -46,7 +47,9 @@ logger = logging.get_logger(__name__)
 
 NAME = "packed_linear"  # of the operation, for EAGLE31_KERNELS
 MOST_ROWS = 64  # of a round; a forward of more is taken for a prompt's
+QUARTERS = 4  # of a row, whose bits are added up
 CGROUP = Path("/sys/fs/cgroup")
+MOST_PACKED_AT_ONCE = 4  # groups of layers
 SHARE_OF_MEMORY = 0.5  # of what is free, that packed weights may take
 FORWARD = nn.Linear.forward  # as imported: where somebody has put another in its place since, no layer is packed
 
@@ -259,14 +262,17 @@ def _key(group: Group) -> tuple:
 
 def _key_of_layer(layer: nn.Linear) -> tuple:
     """Returns a tuple that differs once a layer's weight or bias has changed, by which a stale packed copy is noticed.
-    It holds the sums of the rows' bits: changes through `.data`, as PEFT's when it merges an adapter, leave no other
-    trace. They are read in a third of the time that a token takes."""
+    It holds the sums of the bits in each row, by quarters: changes through `.data`, as PEFT's when it merges an
+    adapter, leave no other trace; those that only change places within a quarter leave none. The weights are read in a
+    third of the time that a token takes."""
     weight = layer.weight.detach().contiguous()
     size = weight.itemsize
     bits = weight.view(torch.int64 if weight.shape[1] * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size])
-    sums = hash(bits.sum(1, dtype=torch.int64).numpy().tobytes())
+    parts = bits.view(len(bits), QUARTERS if bits.shape[1] % QUARTERS == 0 else 1, -1)
+    sums = hash(parts.sum(-1, dtype=torch.int64).numpy().tobytes())
     bias = None if layer.bias is None else hash(layer.bias.detach().float().numpy().tobytes())
-    return id(layer.weight), weight.data_ptr(), weight.dtype, weight.shape, torch.get_num_threads(), sums, bias
+    made_of = id(layer.weight), weight.data_ptr(), weight.dtype, weight.shape, torch.get_num_threads(), engine()
+    return *made_of, layer.weight._version, sums, bias
 
 
 def free_memory() -> int:
@@ -282,12 +288,14 @@ def free_memory() -> int:
 @torch.no_grad()
 def _prepare(groups: list[Group], kind: Kind) -> None:
     """Packs the weights of groups of one kind, where that is faster by what was measured on this machine."""
-    try:
-        choice = choice_for(groups, kind)
-        # oneDNN packs with all threads by itself, FBGEMM with one
-        with ThreadPoolExecutor(torch.get_num_threads() if choice.kernel == "fbgemm" else 1) as pool:
-            each = list(pool.map(pack, groups, repeat(choice.kernel)))
-    except RuntimeError:  # no memory after all
-        choice, each = Choice(TORCH, None), [None] * len(groups)
+    choice, each = Choice(TORCH, None), list[Packed | None]([None] * len(groups))  # where no memory is left
+    for may_be_known in (True, False):  # what an earlier process found may not hold any more
+        with suppress(RuntimeError):
+            found = choice_for(groups, kind, may_be_known)
+            # oneDNN packs with all threads by itself, FBGEMM with one, and needs a copy in fp32 meanwhile
+            workers = min(MOST_PACKED_AT_ONCE, torch.get_num_threads()) if found.kernel == "fbgemm" else 1
+            with ThreadPoolExecutor(workers) as pool:
+                choice, each = found, list(pool.map(pack, groups, repeat(found.kernel)))
+            break
     for group, packed in zip(groups, each, strict=True):
         _layers[group[0]] = FewRowsLayer(_key(group), choice, packed)

@@ -49,6 +49,11 @@ class Choice:
     takes_prompts: bool = False
 
 
+def engine() -> str:
+    """Returns the name of torch's engine for quantized layers: FBGEMM packs only with the usual one."""
+    return str(torch.backends.quantized.engine)
+
+
 def size_of(group: Group) -> int:
     """Returns the bytes of the weights of a group, as they are."""
     return sum(layer.weight.nbytes for layer in group)
@@ -113,10 +118,11 @@ def pack(group: Group, kernel: str) -> Packed | None:
     return KERNELS[kernel](weight, _joined([layer.bias for layer in group]))
 
 
-def choice_for(groups: list[Group], kind: Kind) -> Choice:
-    """Returns the choice for groups of a kind, by what was measured on this machine, now or by an earlier process."""
-    name = f"{machine()}, {kind}"
-    choice = _choice_of(MEASURED.get(name))
+def choice_for(groups: list[Group], kind: Kind, may_be_known: bool = True) -> Choice:
+    """Returns the choice for groups of a kind, by what was measured on this machine, now or, if it `may_be_known`, by
+    an earlier process."""
+    name = f"{machine()}, {engine()}, {kind}"
+    choice = _choice_of(MEASURED.get(name)) if may_be_known else None
     if choice is None:
         choice = _measured(groups, kind.kernels)
         MEASURED.put(name, asdict(choice))
@@ -137,7 +143,7 @@ def _measured(groups: list[Group], kernels: list[str]) -> Choice:
     timed = groups[: max(1, TIMED_BYTES // size_of(groups[0]))]
     ways = {TORCH: [run_with(group) for group in timed]}
     for kernel in kernels:
-        with suppress(RuntimeError):  # a processor that it does not know
+        with suppress(RuntimeError, AttributeError):  # a processor that it does not know, a torch without it
             runs = [run_with(group, pack(group, kernel)) for group in timed]
             runs[0](_rows(1, first))
             ways[kernel] = runs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_template import as_read
 from ..storage.fingerprints import digest
 from ..targets.ends import execution_device
 from .packing import Example
@@ -100,6 +101,7 @@ class AnswerSource:
 
     def rendered(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         """Returns a chat as the template renders it, as text or ids. Raises Skipped where the template refuses it."""
+        messages = as_read(self.tokenizer, messages, self.options.template)
         with refused_by("template"):
             return self.tokenizer.apply_chat_template(messages, **self.options.template | options)
 

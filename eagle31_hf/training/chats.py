@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..chat_template import as_read
 from .alike_texts import AlikeTexts
 from .images import NO_PIXELS, ImageRenderer, Pixels
 from .kinds import Chat, Tokens, check_ids, parse_record, text_of
@@ -144,10 +145,9 @@ class ExampleMaker:
         )
 
     def _render(self, chat: Chat, num_messages: int | None = None, **options: Any) -> Any:
+        messages = as_read(self.tokenizer, chat.messages[:num_messages], self.options.template)
         with refused_by("template"):
-            return self.tokenizer.apply_chat_template(
-                chat.messages[:num_messages], tools=chat.tools, **self.options.template | options
-            )
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **self.options.template | options)
 
     def _rendered(self, chat: Chat, num_messages: int | None = None, **options: Any) -> list[int]:
         """Returns the ids of the first messages of a chat, by default of all."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..chat_template import in_form_of_parts
+from ..images import bytes_of
 from .kinds import ONLY_TEXT, Chat, parse_record
 from .records import Records
 from .skipped import Skipped, refused_by
@@ -30,7 +32,7 @@ def image_ids(config: Any) -> Tensor:
 
 def refuse_images(input_ids: Tensor, ids: Tensor) -> None:
     """Raises ValueError for rows (B, T) with tokens that stand for images, by their `ids` (N,)."""
-    if torch.isin(input_ids, ids.to(input_ids.device)).any():
+    if len(ids) and torch.isin(input_ids, ids.to(input_ids.device)).any():  # to ask a GPU is to wait for it
         raise ValueError(
             f"rows hold {NO_PIXELS}, which mean nothing to the target; expected text, or a store with the target's"
             " states, and no target beside it: prepare-data --states reads the pixels."
@@ -85,9 +87,9 @@ def images_of(target: Any, processor: Any, template: Mapping[str, Any], why_not:
 
 
 def _opened(message: dict[str, Any]) -> dict[str, Any]:
+    message = in_form_of_parts(message)
     content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return message | {"content": [_opened_part(part) for part in parts]} if content else message
+    return message | {"content": [_opened_part(part) for part in content]} if content else message
 
 
 def _opened_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -114,5 +116,5 @@ def files_digest(records: Records, tell: Callable[[str], None]) -> str | None:
                 found = True
                 sha.update(b"/")
                 with suppress(OSError, ValueError):  # its chat is skipped later
-                    sha.update(hashlib.sha256(path.read_bytes()).digest())
+                    sha.update(hashlib.sha256(bytes_of(path)).digest())
     return sha.hexdigest() if found else None

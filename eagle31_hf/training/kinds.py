@@ -19,6 +19,7 @@ SHORT = Repr()
 SHORT.maxstring = SHORT.maxother = 60
 ONLY_TEXT = "expected text: a drafter is trained on tokens, and those of images mean nothing without their pixels."
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a part that is an image, by transformers and two APIs
+PLACE = "<image>"  # in words, where the data of LLaVA has an image
 SOURCES = ("image", "path", "url", "base64", "image_url")  # fields of such a part that may say which image it is
 
 
@@ -221,21 +222,36 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
 
 def _beside(record: Record) -> list[Any]:
     """Returns the images that stand in a column beside the messages, for their parts that name none."""
-    given = record.get("images", record.get("image"))
+    given = record.get("image") if record.get("images") is None else record["images"]
     return list(given) if isinstance(given, list | tuple) else [given] if given else []
 
 
 def _place_images(chat: Chat, given: list[Any]) -> None:
-    """Puts images into the parts of a chat that name none. Raises Skipped where they are not as many."""
+    """Puts images into the parts of a chat that name none, of a chat without such parts where its words say PLACE.
+    Raises Skipped where they are not as many."""
+    if not chat.images:
+        chat.messages = [_with_places(message) for message in chat.messages]
     places = [part for part in chat.images if "image" not in part]
     if len(given) != len(places):
         raise Skipped(
             "images and their places differ in number",
-            f"{len(given)} images stand beside the messages, and {len(places)} parts of type 'image' name none;"
-            " expected as many.",
+            f"{len(given)} images stand beside the messages, and {len(places)} parts of type 'image', or {PLACE} in its"
+            " words, name none; expected as many.",
         )
     for part, source in zip(places, given, strict=True):
         part["image"] = _picture(source)
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its words cut into parts where they say PLACE."""
+    words = message.get("content")
+    if message["role"] == "assistant" or not isinstance(words, str) or PLACE not in words:
+        return message
+    parts = list[dict[str, Any]]()
+    for number, text in enumerate(words.split(PLACE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text.strip()}] if text.strip() else []
+    return message | {"content": parts}
 
 
 def _tools(tools: Any) -> list[Any] | None:

@@ -279,6 +279,9 @@ def _with_images_read(reader: TargetReader | EngineStates | None, examples: list
         pixels = example.pop("pixels", None)
         if pixels is not None:
             assert isinstance(reader, TargetReader)
-            with refused_by("target", ValueError):
-                example["states"], example["last_states"] = reader.of_images(example["input_ids"], pixels)
+            with refused_by("target", (ValueError, RuntimeError)):
+                try:
+                    example["states"], example["last_states"] = reader.of_images(example["input_ids"], pixels)
+                except torch.OutOfMemoryError as error:  # which is nothing of this record's
+                    raise MemoryError(str(error)) from None
     return examples

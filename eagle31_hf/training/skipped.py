@@ -25,7 +25,7 @@ class Skipped(ValueError):  # noqa: N818 -- no error of the program: only this r
 
 
 @contextmanager
-def refused_by(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
+def refused_by(what: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
     """Raises Skipped instead of the `errors` that `what` raises in the block, by default whatever a template or a
     tokenizer does: a template is a program that came with the model, and tokenizers raise plain `Exception`."""
     try:

@@ -42,6 +42,7 @@ from writers import LAYOUTS, SIZES, write_weights
 
 from eagle31_hf import Eagle31DrafterModel, convert_checkpoint, export_checkpoint
 from eagle31_hf.checkpoints import read_checkpoint
+from eagle31_hf.checkpoints.files import open_files
 from eagle31_hf.cli import main
 
 SPECFORGE, WEIGHTS, PICKLE = LAYOUTS["specforge"], "model.safetensors", "pytorch_model.bin"
@@ -234,6 +235,18 @@ def test_a_truncated_safetensors_file(share, folder):
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: int(share * len(data))])
     refused(folder, WEIGHTS, "is not a sound safetensors file", "Download it again")
+
+
+def test_a_safetensors_file_that_is_cut_while_it_is_read(folder):
+    """Its bytes are read, not mapped: of a mapped file's lost pages the system ends the process."""
+    SPECFORGE.write(folder)
+    save_file({"fc.weight": torch.ones(4 * 2**20)}, folder / WEIGHTS)
+    chunks = open_files(str(folder)).tensors["fc.weight"].entry().chunks()
+    next(chunks)
+    with open(folder / WEIGHTS, "r+b") as stream:
+        stream.truncate(2**20)
+    with pytest.raises(OSError, match=r"ends .* bytes early. Download the file again"):
+        list(chunks)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U16", "F4"])

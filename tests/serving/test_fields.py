@@ -82,6 +82,11 @@ def test_other_formats_are_not_opened(kind):
             check_image(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", "here")
 
 
+def test_an_image_whose_base64_broke_off():
+    with pytest.raises(RequestError, match=r"here is no image .*expected one of PNG"):
+        check_image("data:image/png;base64,AAAAA", "here")
+
+
 def test_images_that_would_be_unpacked_to_gigabytes():
     small = picture(size=(13_000, 13_000))
     assert len(small) < 50_000

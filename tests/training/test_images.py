@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,16 +16,20 @@ from training_runs import ARGUMENTS
 from vision import IMAGE, KINDS, asked, build_processor, build_target, said, write_image
 
 from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments
+from eagle31_hf.chat_template import as_read
 from eagle31_hf.cli import main
+from eagle31_hf.reports.prompts import Renderer
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.targets.layers import capture_states
+from eagle31_hf.training.chats import ExampleMaker
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.images import image_ids
-from eagle31_hf.training.kinds import parse_record
+from eagle31_hf.training.kinds import Chat, parse_record
 from eagle31_hf.training.packing import Collator
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import Prepared, prepare_data
 from eagle31_hf.training.recipe import asked_data
+from eagle31_hf.training.skipped import Skipped
 from eagle31_hf.training.store import HiddenStateStore
 from eagle31_hf.training.trainer import as_trained
 from eagle31_hf.training.unroll import unroll
@@ -138,7 +143,18 @@ NAMED = {
     "Pillow": lambda path: ({"type": "image", "image": Image.open(path)}, {}),
     "column": lambda path: ({"type": "image"}, {"images": [path]}),
     "bytes": lambda path: ({"type": "image"}, {"image": {"bytes": Path(path).read_bytes(), "path": None}}),
+    "a column of None": lambda path: ({"type": "image"}, {"images": None, "image": path}),
 }
+
+
+def test_images_of_the_words_of_llava_stand_where_these_say():
+    turns = [{"from": "human", "value": "<image>\nabc <image>"}, {"from": "gpt", "value": "de <image>"}]
+    chat = parse_record({"conversations": turns, "image": ["a.png", "b.png"]}, no_images=None)
+    content = [(part["type"], part.get("text") or str(part["image"].path)) for part in chat.messages[0]["content"]]
+    assert content == [("image", "a.png"), ("text", "abc"), ("image", "b.png")]
+    assert chat.messages[1]["content"] == "de <image>"
+    with pytest.raises(Skipped, match="1 images stand beside the messages, and 2 parts"):
+        parse_record({"conversations": turns, "image": "a.png"}, no_images=None)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -163,8 +179,10 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
         "holds more than text": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, answer],
     }
     records["over-long prompt"][0]["content"].pop(0)
+    os.mkfifo(tmp_path / "pipe.png")
     sources = (
         str(bad),
+        str(tmp_path / "pipe.png"),
         "https://example.com/a.png",
         {"bytes": None, "path": "https://example.com/a.png"},
         {"bytes": None, "path": None},
@@ -176,7 +194,19 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
     done = prepare(llava, tmp_path / "of", chats)
     assert done.rows == 1
     more = ("an image that cannot be read", "images and their places differ in number", "an image of no known kind")
-    assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (4, 2, 2), strict=True))
+    assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (5, 2, 2), strict=True))
+
+
+def test_words_reach_a_template_that_reads_parts_alone(llava):
+    """As those of processors, which tokenizers are saved with."""
+    tokenizer = copy.deepcopy(llava[1].tokenizer)
+    own = [{"role": "user", "content": "abc"}]
+    assert as_read(tokenizer, own, {"chat_template": "{{ messages[0].content }} of one type"}) == own
+    tokenizer.chat_template = llava[1].chat_template
+    assert "abc" not in tokenizer.apply_chat_template(own, tokenize=False)
+    [example] = ExampleMaker(tokenizer, PreparationOptions(), 100, set()).examples({"messages": [*own, said("de")]})
+    assert "abc" in tokenizer.decode(example["input_ids"]).replace(" ", "")
+    assert "abc" in tokenizer.decode(Renderer(tokenizer, 8, 100, {}).templated(Chat(own))).replace(" ", "")
 
 
 def test_without_pixels_no_chat_with_images_is_trained_on(llava, picture, tmp_path):
@@ -256,4 +286,4 @@ def test_commands_from_chats_with_images_to_acceptance_on_them(kind, picture, tm
     assert "4 of chats.jsonl" in json.loads(out)["facts"]["prompts"]
     assert "are not the target's own" not in out
     assert main(["drift", *pair, *["--max-new-tokens", "6", "--depth", "2"]]) == 2
-    assert "no processor beside" in capsys.readouterr().err
+    assert "all that this report is of" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""What is learnt of rounds: the seconds that forwards take, by their size, the tokens a second that decoding gives, and
-the chance that the target accepts a draft.
+"""Estimates for planning, learnt from rounds: the seconds that forwards take, by their size, the tokens a second that
+decoding gives, and the chance that the target accepts a draft.
 
 B sequences, F nodes of a level, k children of a node.
 """
