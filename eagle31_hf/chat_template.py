@@ -1,5 +1,5 @@
-"""Messages in the form that a chat template reads: the templates of processors read words in parts alone, and leave out
-those of a plain string without a word.
+"""Messages in the form that a chat template reads. Templates of processors read words in parts alone, and leave out
+those of a plain string without an error.
 """
 
 from collections.abc import Mapping, Sequence
