@@ -223,6 +223,7 @@ def test_a_weight_that_has_changed_is_packed_again():
         lambda: model[0].weight.data.add_(0.5),  # as PEFT merges an adapter: torch counts no version
         lambda: model[0].weight.data[5].zero_(),
         lambda: model[0].bias.data.add_(3),
+        lambda: setattr(model[0], "bias", nn.Parameter(torch.randn(128))),
         lambda: model[0].weight.data.copy_(model[0].weight.data.roll(8, 1)),  # columns that change places
         lambda: model[0].weight.data.view(-1)[:1].copy_(model[0].weight.data.view(-1)[:1] * (1 + 2**-20)),
         lambda: model[0].weight.data[:, 3:5].zero_(),
