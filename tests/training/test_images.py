@@ -197,6 +197,15 @@ def test_what_cannot_be_read_is_skipped_with_its_reason(llava, picture, tmp_path
     assert done.skipped == dict.fromkeys(records, 1) | dict(zip(more, (5, 2, 2), strict=True))
 
 
+def test_a_chat_that_the_target_refuses_is_skipped(picture, tmp_path):
+    """PaddleOCR-VL cannot read two images without a token between them."""
+    two = {"role": "user", "content": [{"type": "image", "path": picture}] * 2}
+    chats = [{"messages": [user, said("de")]} for user in (asked("abc", path=picture), two)]
+    done = prepare((build_target("PaddleOCR-VL"), build_processor("PaddleOCR-VL")), tmp_path, chats)
+    assert (done.rows, sum(done.skipped.values())) == (1, 1)
+    assert "target refused it" in str(done.skipped)
+
+
 def test_words_reach_a_template_that_reads_parts_alone(llava):
     """As those of processors, which tokenizers are saved with."""
     tokenizer = copy.deepcopy(llava[1].tokenizer)
