@@ -29,11 +29,11 @@ def by_position(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """What one forward of the target gave, by sequence: `tokens`, the accepted drafts and then the target's own token,
-    the bonus token, unless a draft ended the text; `num_accepted`, how many of them were drafted, None for a sequence
-    that had ended before; `drafts`, the drafted ids; `parents`, of a tree the node that each of them follows (0: the
-    last token before the round, k: the k-th draft, from 1), None of a chain. The prompt's forward is a round without
-    drafts."""
+    """The outcome of a forward of the target, by sequence: `tokens`, the accepted drafts and then the target's own
+    token, the bonus token, unless a draft ended the text; `num_accepted`, how many of them were drafted, None for a
+    sequence that had ended before; `drafts`, the drafted ids; `parents`, of a tree the node that each of them follows
+    (0: the last token before the round, k: the k-th draft, from 1), None of a chain. The prompt's forward is a round
+    without drafts."""
 
     tokens: list[list[int]]
     num_accepted: list[int | None]

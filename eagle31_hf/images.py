@@ -53,7 +53,7 @@ class Picture:
 
     @property
     def _content(self) -> Any:
-        """What the source is, or holds where it is an object of the `datasets` library."""
+        """The source itself; of an object of the `datasets` library its bytes or, without any, its path."""
         source = self.source
         if not isinstance(source, Mapping):
             return source

@@ -28,7 +28,7 @@ UNFINISHED = "\ufffd"  # what the bytes of a character are shown as that is not 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token added to the text; `is_accepted`: the drafter proposed it, else the target added it."""
+    """The text that one token added; `is_accepted`: the drafter proposed it, else the target added it."""
 
     text: str
     is_accepted: bool
@@ -36,9 +36,9 @@ class Piece:
 
 @dataclass
 class Figures:
-    """What an answer took so far: `tokens`, how many of them are `accepted` drafts, how many were `drafted`, `forwards`
-    of the target after the prompt's, and `seconds`, of them `prompt_seconds` up to the first token. `reused`: tokens of
-    the prompt that an earlier turn had read."""
+    """Counts and times of an answer so far: `tokens`, how many of them are `accepted` drafts, how many were `drafted`,
+    `forwards` of the target after the prompt's, and `seconds`, of them `prompt_seconds` up to the first token.
+    `reused`: tokens of the prompt that an earlier turn had read."""
 
     tokens: int = 0
     accepted: int = 0

@@ -184,7 +184,8 @@ class TerminalChat:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, the words after its name (in brackets those that may be missing), and what it is for."""
+    """A command of the chat: the function that runs it, the words after its name (in brackets those that may be
+    missing), and its help."""
 
     run: Callable[..., None]
     usage: str

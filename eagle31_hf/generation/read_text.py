@@ -1,5 +1,5 @@
-"""What a drafter has read of the text in a target's cache, kept with the cache from call to call: a call that goes on
-from an earlier one's cache drafts as if it had read the whole text.
+"""A record of the text that a drafter has read of a target's cache, kept with the cache from call to call: a call that
+goes on from an earlier one's cache drafts as if it had read the whole text.
 
 A caller may do anything with a cache between two calls. So each token in it has a mark, worked out of its keys, and
 what was read is used as far as the marks are the same.
@@ -67,7 +67,7 @@ def _are_close(ours: Tensor, theirs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ReadText:
-    """What a drafter has read of the texts in a cache; nothing of it is ever written to.
+    """The texts that a drafter has read of a cache, with its keys of them; nothing of it is ever written to.
 
     `layers`: keys and values (B, H, T, D) of the drafter's layers, of a layer with a window the last ones. Of sequence
     b the drafter has read `lengths[b]` tokens, the first of which stands at slot `first_slots[b]` of the target's
@@ -89,7 +89,7 @@ class ReadText:
         return [a + b for a, b in zip(self.lengths, unread, strict=True)]
 
     def of_rows(self, rows: list[int]) -> "ReadText":
-        """The same for sequences in another order, some of them more than once or not at all."""
+        """Returns the record of sequences in another order, some of them more than once or not at all."""
         if rows == [*range(len(self.lengths))]:
             return self
         return replace(
@@ -102,7 +102,7 @@ class ReadText:
         )
 
     def up_to(self, slot: int) -> "ReadText | None":
-        """The same for the text before a slot; None where a window has left what comes before it behind."""
+        """Returns the record of the text before a slot; None where a window has dropped keys before it."""
         wanted = [max(0, slot - first) for first in self.first_slots]
         lengths = [min(pair) for pair in zip(self.lengths, wanted, strict=True)]
         dropped = max(self.lengths) - max(lengths)

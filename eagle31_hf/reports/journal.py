@@ -1,4 +1,4 @@
-"""What has been measured, kept as it comes, so that a run that was stopped goes on where it was."""
+"""A file of measurements, written as they come, so that a run that was stopped goes on where it was."""
 
 import json
 import sys

@@ -39,7 +39,7 @@ _differs_by_steps: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDict
 
 @dataclass(frozen=True)
 class Call:
-    """What a mixer was called with, over `num_tokens` tokens (N)."""
+    """The arguments of a call of a mixer, over `num_tokens` tokens (N)."""
 
     cache: Any  # among the arguments
     args: tuple

@@ -94,7 +94,7 @@ class CheckpointingTrainer(Trainer):
 
     @property
     def position_reach(self) -> int:
-        """How far positions are spread: as far as `args` say, within what the drafter's rope bears."""
+        """The farthest position that texts are spread to: as `args` say, within what the drafter's rope bears."""
         return reach_within(self.drafter.config, self.args.position_reach, self.args.depth)
 
     def learnt_by(self) -> dict[str, Any]:

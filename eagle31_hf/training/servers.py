@@ -73,7 +73,7 @@ class Servers:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers follow from besides the target's files: the model's name on the servers."""
+        """The source of the answers besides the target's files: the model's name on the servers."""
         return {"served": self.all[0].model}
 
     def meet(self, request: Request, max_length: int, after: int = 0) -> None:

@@ -1,5 +1,6 @@
 """The page of `eagle31 app`: what its handlers yield, and what a visitor sees in a real browser."""
 
+import asyncio
 import html
 import http.client
 import json
@@ -21,7 +22,7 @@ from serving.servers import free_port
 from eagle31_hf import demo
 
 gr = pytest.importorskip("gradio")
-from eagle31_hf.chat.page import AUTO, BEGUN, CHAIN, TREE, Page, messages_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
+from eagle31_hf.chat.page import AUTO, BEGUN, CHAIN, MOST_WORDS, TREE, Page, PlainEvents, messages_of, tokens_html  # noqa: E402 -- behind the check that gradio is there  # fmt: skip
 
 WORDS = "class Parser(object):"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -436,6 +437,21 @@ def event(words, fn_index=0, **more):
 
 
 FILE = {"meta": {"_type": "gradio.FileData"}}
+
+
+def test_no_more_of_a_long_event_is_read_than_one_may_have():
+    given, sent = [], []
+
+    async def receive():
+        given.append(len(given))
+        return {"type": "http.request", "body": b"x" * 2**16, "more_body": len(given) < 200}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(PlainEvents(None, {})({"type": "http", "method": "POST", "headers": []}, receive, send))
+    assert sent[0]["status"] == 400
+    assert len(given) == MOST_WORDS // 2**16 + 1
 
 
 @pytest.mark.parametrize("route", ["/gradio_api/queue/join", "/gradio_api/run/predict"])

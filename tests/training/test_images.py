@@ -18,6 +18,7 @@ from vision import IMAGE, KINDS, asked, build_processor, build_target, said, wri
 from eagle31_hf import Eagle31Trainer, Eagle31TrainingArguments
 from eagle31_hf.chat_template import as_read
 from eagle31_hf.cli import main
+from eagle31_hf.images import Picture
 from eagle31_hf.reports.prompts import Renderer
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.targets.layers import capture_states
@@ -60,7 +61,8 @@ def prepare(pair, folder, records: list[dict], **options) -> Prepared:
 
 
 def served(processor, messages: list[dict]) -> dict[str, torch.Tensor]:
-    """What a user gives generate(): the processor's own tokens and pixels. Its template reads no words but in parts."""
+    """The inputs that a user gives generate(): the processor's own tokens and pixels. Its template reads words in parts
+    alone."""
     plain = [message for message in messages if isinstance(message["content"], str)]
     parts = [m | {"content": [{"type": "text", "text": m["content"]}]} if m in plain else m for m in messages]
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -204,6 +206,13 @@ def test_a_chat_that_the_target_refuses_is_skipped(picture, tmp_path):
     done = prepare((build_target("PaddleOCR-VL"), build_processor("PaddleOCR-VL")), tmp_path, chats)
     assert (done.rows, sum(done.skipped.values())) == (1, 1)
     assert "target refused it" in str(done.skipped)
+
+
+def test_a_damaged_image_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.png").write_bytes(b"%!PS")
+    with pytest.raises(ValueError, match=r"bad\.png is no image"):
+        Picture("bad.png").open()
 
 
 def test_words_reach_a_template_that_reads_parts_alone(llava):

@@ -151,7 +151,7 @@ class AutoPlanner(Planner):
         self.known.keep()
 
     def explain(self) -> str:
-        """What auto knows, and how many drafts it verified a round, in two lines for people."""
+        """Returns two lines for people: auto's estimates, and how many drafts it verified a round."""
         known = self.known
         with known.lock:
             sizes = known.costs["verify"].known
