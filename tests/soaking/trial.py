@@ -144,11 +144,12 @@ class Run:
         self.given = axes.prompts(self.setting("prompts"), conftest.greedy_text(self.bare))
 
     def padding(self) -> list[int]:
-        """Tokens of padding before every sequence of the output."""
-        given = self.given
-        mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+        """Tokens before every sequence of the output that are not attended to: generate() takes its padding token for
+        padding where no mask is given, a prompt's first token too."""
+        ids = self.given["input_ids"]
+        mask = self.given.get("attention_mask", ids != self.setting("calls").token())  # drawn first, as in `asked`
         times = 2 if self.trial.choices["choice"] == "returned twice" else 1
-        return (mask == 0).sum(1).repeat_interleave(times).tolist()
+        return (mask.cumsum(1) == 0).sum(1).repeat_interleave(times).tolist()
 
     def setting(self, purpose: str, notes: Notes | None = None) -> Setting:
         rng, batch = self.trial.rng(purpose), self.trial.batch
