@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from command import add_models, add_rounds, progress, run_benchmark
@@ -168,15 +169,22 @@ class Recording:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Recording":
+        """By the classes of the models: a target with recurrent states decodes otherwise where it has hooks."""
         for i, model in enumerate(self.models):
-            handle = model.register_forward_pre_hook(
-                lambda module, args, kwargs, i=i: self._add(i, args, kwargs), with_kwargs=True
-            )
-            self._stack.callback(handle.remove)
+            self._stack.enter_context(patch.object(type(model), "__call__", self._recorded(i)))
         return self
 
     def __exit__(self, *exc_info) -> None:
         self._stack.close()
+
+    def _recorded(self, i: int) -> Callable[..., Any]:
+        """Returns what the class of a model calls meanwhile."""
+
+        def call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            self._add(i, args, kwargs)
+            return torch.nn.Module.__call__(model, *args, **kwargs)
+
+        return call
 
     def _add(self, i: int, args: tuple, kwargs: dict[str, Any]) -> None:
         past = kwargs["past_key_values"]

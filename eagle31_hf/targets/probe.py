@@ -40,7 +40,8 @@ ROUNDINGS = 2
 OUT_OF_SCALE = 1e30
 ANEW = 4
 # types of layers that may see trees: others see differences only in texts that are longer than those tried here
-TREE_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", *MASKLESS}
+OF_ONE_TOKEN = ("mlp", "moe")  # layers of Nemotron-H that read no other token
+TREE_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", *MASKLESS, *OF_ONE_TOKEN}
 
 HIDDEN = (
     "its forward's signature hides position_ids, or prepare_inputs_for_generation drops them (functools.wraps keeps the"

@@ -26,7 +26,8 @@ SWA = SHAPE | EXPERTS | {
 }  # fmt: skip
 NEMOTRON = {
     "mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 1, "ssm_state_size": 6, "chunk_size": 8,
-    "layers_block_type": ["mamba", "attention"] * 2,
+    "layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"],
+    "n_routed_experts": 4, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20,
 }  # fmt: skip
 ZAMBA2 = {
     "mamba_d_state": 6, "mamba_ngroups": 1, "n_mamba_heads": 6, "mamba_headdim": 12, "chunk_size": 8,
