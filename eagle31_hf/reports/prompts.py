@@ -13,7 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from ..chat_template import as_read
 from ..demo import HELD_OUT, held_out_file
 from ..training.images import ImageRenderer, Pixels
-from ..training.kinds import ANSWER_COLUMNS, KINDS, Chat, Tokens, check_ids, check_text, parse_record, text_of
+from ..training.kinds import (
+    ANSWER_COLUMNS,
+    KINDS,
+    PLACE,
+    Chat,
+    Tokens,
+    check_ids,
+    check_text,
+    images_beside,
+    parse_record,
+    text_of,
+)
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
 
@@ -101,7 +112,10 @@ def source_of(record: Record) -> Source:
     check_text(turns)
     if not turns[0]:
         raise Skipped(EMPTY, f"the column {columns[0]!r} is empty; expected a question.")
-    source = _asked(_with_context(turns[0], record))
+    question, images = _with_context(turns[0], record), images_beside(record)
+    if images and isinstance(question, str):  # before its words, where these do not say where
+        question = [{"role": "user", "content": PLACE * (len(images) - question.count(PLACE)) + question}]
+    source = _asked(question, images=images)
     later = tuple(turn for turn in turns[1:] if isinstance(turn, str) and turn)
     return replace(source, later=later) if turns[1:] else source
 
@@ -134,10 +148,10 @@ def _with_context(question: Any, record: Record) -> Any:
     return "\n\n".join([*([text] if isinstance(text, str) and text else []), "\n".join([question, *choices])])
 
 
-def _asked(question: Any, tools: list[Any] | None = None) -> Source:
+def _asked(question: Any, tools: list[Any] | None = None, images: list[Any] | None = None) -> Source:
     if isinstance(question, str):
         return Source(chat=Chat([{"role": "user", "content": question}]))
-    parsed = parse_record({"messages": question, "tools": tools}, no_images=None)
+    parsed = parse_record({"messages": question, "tools": tools, "images": images}, no_images=None)
     assert isinstance(parsed, Chat)
     roles = [message["role"] for message in parsed.messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)

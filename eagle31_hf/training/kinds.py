@@ -220,8 +220,8 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
     return Chat([_message(turn) for turn in turns], _tools(record.get("tools")))
 
 
-def _beside(record: Record) -> list[Any]:
-    """Returns the images that stand in a column beside the messages, for their parts that name none."""
+def images_beside(record: Record) -> list[Any]:
+    """Returns the images that stand in a column beside messages or a question, whose parts or words name none."""
     given = record.get("image") if record.get("images") is None else record["images"]
     return list(given) if isinstance(given, list | tuple) else [given] if given else []
 
@@ -301,10 +301,10 @@ def parse_record(record: Record, others: Iterable[str] = (), no_images: str | No
     for columns, read in KINDS.items():
         if found.issuperset(columns):
             parsed = read(record)
-            if isinstance(parsed, Chat) and (parsed.images or _beside(record)):
+            if isinstance(parsed, Chat) and (parsed.images or images_beside(record)):
                 if no_images is not None:
                     raise Skipped("holds more than text", f"a chat holds an image; {no_images}")
-                _place_images(parsed, _beside(record))
+                _place_images(parsed, images_beside(record))
             if not isinstance(parsed, Tokens):
                 check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
             return parsed

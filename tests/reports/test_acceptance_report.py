@@ -402,12 +402,15 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path, monkeypatch):
 
 
 def test_prompts_with_images_are_decoded_with_their_pixels(tmp_path):
-    """As they are served, and sampled; other conditions are of the prompts without images."""
+    """As they are served, and sampled; other conditions are of the prompts without images. A question's image stands in
+    a column beside it, as sets of questions about images have it."""
     target, processor = vision.build_target("LLaVA"), vision.build_processor("LLaVA")
     chats = [[vision.asked("abc", path=vision.write_image(tmp_path / f"{i}.png", i))] for i in range(2)]
     texts = [[{"role": "user", "content": words}] for words in ("abcd", "dcba")]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (*chats, *texts)))
+    records = [{"messages": each} for each in (chats[0], *texts)]
+    records.insert(1, {"question": "abc", "image": str(tmp_path / "1.png"), "messages": None})
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
     renderer = Renderer(processor.tokenizer, 20, vision.VOCAB, {}, images_of(target, processor, {}))
     prompts = Prompts(str(path), renderer, 9, 60, 6)
     settings = Settings((Shape(2),), Shape(2), 6, temperatures=(0.8,), concurrency=(2,))
