@@ -24,7 +24,7 @@ from ..configuration import Eagle31Config
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
 from ..targets.layers import decoder_layers, target_states
-from ..targets.probe import FAILURES, why_no_trees
+from ..targets.probe import FAILURES, HIDDEN, why_no_trees
 from ..training.objective import Batch, DraftingObjective, Settings
 from ..training.target import TargetReader
 from ..training.unroll import unroll
@@ -243,7 +243,7 @@ class Trial:
             how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
             own = DynamicCache(config=self.target.config.get_text_config(decoder=True))
             is_in_slots = is_adoptable(own) and not is_recurrent(own)
-            return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots)}"
+            return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots) or HIDDEN}"
         own_pace = "rows of different lengths each at its own pace, " if has_two else ""
         return WORKS, f"{own_pace}same text as the target alone"
 

@@ -58,6 +58,11 @@ def check_request(
             config.num_beams == 1,
             f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model",
         ),
+        (
+            not _sees_later_tokens(target),
+            f"{type(target).__name__} is an encoder, whose tokens see later ones; expected a decoder: load it with"
+            " is_decoder=True",
+        ),
         (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
         (
             config.cache_implementation in caches,
@@ -72,6 +77,11 @@ def check_request(
     check_rules(rules)
     drafter.load_target_embeddings(target)
     drafter.config.resolve_layer_ids(len(decoder_layers(target)))
+
+
+def _sees_later_tokens(target: PreTrainedModel) -> bool:
+    """Returns whether layers of BERT's kin run as an encoder's, as their config says unless it is told otherwise."""
+    return any(getattr(module, "is_decoder", None) is False for module in decoder_layers(target).modules())
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:

@@ -70,9 +70,8 @@ class TargetRunner:
         of its own, which is right for plain sequences, but not for trees and rows of different lengths."""
         if self.last_position is None:
             return False
-        return "position_ids" in self.target.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=1, **self.model_kwargs
-        )
+        inputs = self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.model_kwargs)
+        return inputs.get("position_ids") is not None
 
     @property
     def cache_outlives_call(self) -> bool:
