@@ -83,7 +83,7 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
     (r"linear_num_value_heads", HEADS),
     (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
-    (r"mamba_d_ssm", lambda *_: 2 * WIDTH),
+    (r"mamba_d_ssm|attention_hidden_size", lambda *_: 2 * WIDTH),
     # indexers rank by a sum of ReLUs: with many heads none is 0, and no tie is broken by chance
     (r"index_n_heads", 24),
     (r"(\w+_)?(num_attention_heads|n_head|n_heads|num_heads|attention_heads)", heads),

@@ -19,7 +19,7 @@ from ..errors import DraftingRefusedError
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, found by their number. Raises ValueError where there is no such list."""
-    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    num_layers = num_layers_of(target.config.get_text_config(decoder=True))
     for module in decoder_of(target).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -29,9 +29,16 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def num_layers_of(config: PreTrainedConfig) -> int:
+    """Returns how many layers a target has by its text config. LongCat's, which attend twice each, are half as many as
+    its `num_hidden_layers`."""
+    return getattr(config, "num_layers", config.num_hidden_layers)
+
+
 def decoder_of(target: PreTrainedModel) -> nn.Module:
     """The part of a target that runs its layers."""
-    return target.get_decoder() if hasattr(target, "get_decoder") else target
+    found = target.get_decoder() if hasattr(target, "get_decoder") else target
+    return target.base_model if isinstance(found, nn.Linear) else found  # ModernBERT's decoder is its head
 
 
 # Python modules whose hooks change nothing in a forward: our own, which act in those over their own call's cache, and

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..targets.ends import execution_device, scores_of, shape_of, weight_of
+from ..targets.layers import decoder_of
 
 PROBE_TOKENS = 24
 CLOSE = {torch.float32: 5e-3, torch.float64: 5e-3}  # of the logits' spread; other dtypes round more
@@ -80,7 +81,7 @@ def last_state(target: PreTrainedModel, tokens: Tensor, pixels: Mapping[str, Ten
     """Returns the states (B, T, ht) that enter the head for tokens (B, T), after the target's final norm. `pixels`:
     what the target reads besides, where tokens stand for images."""
     owner: Any = target
-    decoder = next((part for part in (owner.get_decoder(), owner.base_model) if part is not owner), None) or owner.model
+    decoder = next((part for part in (decoder_of(owner), owner.base_model) if part is not owner), None) or owner.model
     if pixels is None:
         return decoder(input_ids=tokens, use_cache=False).last_hidden_state
     found = list[Tensor]()

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from ..targets.ends import ACTIVATION_DTYPES, execution_device
-from ..targets.layers import capture_states
+from ..targets.layers import capture_states, num_layers_of
 from .ends import Scoring, TargetEnds, ends_from_checkpoint
 from .engine_server import Request, Server
 from .engines import GREEDY, UNLIKELY
@@ -50,7 +50,7 @@ class EngineStates:
 
     @property
     def num_layers(self) -> int:
-        return int(self.ends.config.get_text_config(decoder=True).num_hidden_layers)
+        return num_layers_of(self.ends.config.get_text_config(decoder=True))
 
     def of_texts(self, texts: Sequence[Tensor]) -> list[States]:
         """Returns the states of texts (T,), in their order.

@@ -12,6 +12,7 @@ from ..configuration import Eagle31Config, default_layer_ids
 from ..modeling import Eagle31DrafterModel
 from ..seeding import seeded
 from ..targets.ends import shape_of, weight_of
+from ..targets.layers import num_layers_of
 from .ends import TargetEnds, ends_of
 from .packing import tokens_at
 
@@ -75,7 +76,7 @@ def drafter_fields(config: Any) -> dict[str, Any]:
 def layer_ids_for(config: Any) -> list[int]:
     """Returns the states a new drafter reads: `[2, L // 2, L - 3]` of L layers, or an early, a middle and the last one
     where that is too deep."""
-    num_layers = config.num_hidden_layers
+    num_layers = num_layers_of(config)
     try:
         return default_layer_ids(num_layers)
     except ValueError:

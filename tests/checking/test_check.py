@@ -94,6 +94,7 @@ T5 = {
 }
 MAMBA = {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16, "vocab_size": 50280}
 RECURRENT_GEMMA = {"model_type": "recurrent_gemma", "hidden_size": 2560, "num_hidden_layers": 26, "vocab_size": 256000}
+ROFORMER = {"model_type": "roformer", "hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 50000}
 BLOOM = {
     "architectures": ["BloomForCausalLM"],
     "model_type": "bloom",
@@ -204,8 +205,12 @@ def test_windows_sinks_experts_and_quantization(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "word", "trains"),
-    [(T5, "encoder-decoder", "refused"), (RECURRENT_GEMMA, "recurrent state", "works")],
-    ids=["encoder-decoder", "recurrent"],
+    [
+        (T5, "encoder-decoder", "refused"),
+        (RECURRENT_GEMMA, "recurrent state", "works"),
+        (ROFORMER, "is_decoder=True", "refused"),
+    ],
+    ids=["encoder-decoder", "recurrent", "encoder"],
 )
 def test_what_cannot_work_is_refused_as_generate_refuses_it(tmp_path, config, word, trains):
     report = check_target(write(tmp_path, config))

@@ -169,6 +169,10 @@ FAMILIES = {
     "Apertus": Family("ApertusConfig"),
     "Arcee": Family("ArceeConfig"),
     "Helium": Family("HeliumConfig"),
+    "ModernBERT decoder": Family(
+        "ModernBertDecoderConfig",
+        ALTERNATING | {"local_attention": WINDOW} | dict.fromkeys(NO_SPECIAL_TOKENS, -1),  # which it has to have
+    ),
     "Seed-OSS": Family("SeedOssConfig"),
     "HunYuan": Family("HunYuanDenseV1Config"),
     "ERNIE 4.5": Family("Ernie4_5Config"),
@@ -243,6 +247,11 @@ FAMILIES = {
     # latent and sparse attention
     "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
     "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
+    "LongCat-Flash (MLA)": Family(  # its layers attend twice each
+        "LongcatFlashConfig",
+        {k: v for k, v in LATENT.items() if k != "num_hidden_layers"}
+        | {"num_layers": 3, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 20, "zero_expert_num": 2, "moe_topk": 2},
+    ),
     "DeepSeek-V3.2 (sparse)": Family(
         "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS
     ),
@@ -265,6 +274,11 @@ FAMILIES = {
     "LLaVA": Family(
         "LlavaConfig",
         {"text_config": SHAPE | {"model_type": "llama"}, "vision_config": VISION | {"model_type": "clip_vision_model"}},
+    ),
+    "Exaone4.5 multimodal": Family(  # drops the positions that generate() gives it
+        "Exaone4_5_Config",
+        {"text_config": SHAPE | {"model_type": "exaone4"}, "vision_config": QWEN_VISION | {"num_key_value_heads": 1}},
+        tree=CHAINS,
     ),
     # recurrent, convolutional, hybrid
     **{name: of_recurrent(name, *kind) for name, kind in RECURRENT_FAMILIES.items()},

@@ -15,8 +15,8 @@ from recurrent_families import STREAMS
 
 from eagle31_hf.training.fresh import new_drafter
 
-# Several states of a token, or logits of fewer tokens than the head gives.
-NOT_TRAINED = (*STREAMS, "Inkling2")
+# Several states of a token, logits of fewer tokens than the head gives, or layers between the last state and the head.
+NOT_TRAINED = (*STREAMS, "Inkling2", "ModernBERT decoder")
 ROWS = [
     {"input_ids": [(5 * i + j) % 9 + 1 for j in range(16)], "answers": [j >= 6 for j in range(16)]} for i in range(4)
 ]
