@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import DraftingRefusedError
+from .compressed import compresses, noting
 from .layer import DUMMY, CacheFullError, HybridSlotLayer, Placement, SlotLayer, slot_layers
 from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
 from .transfer import Commit, Mirrored
@@ -113,7 +114,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     `crop` may have to bring back.
     """
     if not is_adoptable(cache):
-        with appending(cache):
+        with noting(cache), appending(cache):
             yield None
         return
     placement = Placement()
@@ -280,7 +281,9 @@ def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:
 
 def shown_attentions(layer: Any, attentions: Tensor) -> Tensor:
     """Returns the part of a layer's attentions (B, H, T, keys) that a stock layer shows of the last T tokens: a
-    window's at most, but all slots of a static layer, used or not."""
+    window's at most, but all slots of a static layer, used or not, and what a layer has compressed."""
+    if compresses(layer):
+        return attentions
     window = layer.sliding_window if layer.is_sliding else None
     is_static = getattr(layer, "fixed", False)
     end = layer.end if is_static else attentions.shape[3]

@@ -32,15 +32,18 @@ from .unread_states import UnreadStates
 class OutputCollector:
     """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or
     rows keep step; where attentions are asked for nothing is drafted.) `shared`: the layers whose keys the last ones
-    read, one for each of these.
+    read, one for each of these; `are_streams_first`: as `targets.layers` says it.
 
     `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain
     generate.
     """
 
-    def __init__(self, generation_config: GenerationConfig, past_key_values: Cache, shared: list[int]):
+    def __init__(
+        self, generation_config: GenerationConfig, past_key_values: Cache, shared: list[int], are_streams_first: bool
+    ):
         self.past_key_values = past_key_values
         self.shared = shared
+        self.are_streams_first = are_streams_first
         config = generation_config
         self.wanted = config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if self.wanted and config.output_scores else None
@@ -58,7 +61,9 @@ class OutputCollector:
             self.logits += tuple(logits[:, row].clone() for row in path)  # a view would keep all nodes' logits
         if self.hidden_states is not None:
             layers = outputs.hidden_states
-            rows = (tuple(layer[..., i : i + 1, :] for layer in layers) for i in range(num_tokens))
+            dims = [layer.dim() - 2 if self.are_streams_first else 1 for layer in layers]
+            cut = list(zip(layers, dims, strict=True))
+            rows = (tuple(layer.narrow(dim, i, 1) for layer, dim in cut) for i in range(num_tokens))
             self.hidden_states += (layers,) if is_prefill else tuple(rows)
         if self.attentions is not None:
             layers = outputs.attentions

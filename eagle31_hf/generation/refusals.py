@@ -16,6 +16,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..cache import adopt as cache
+from ..cache.compressed import has_compressed
 from ..cache.states import is_of_transformers, is_recurrent
 from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
@@ -36,8 +37,8 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
         return f"{name} makes a cache of its own kind; expected a target for which generate() makes a DynamicCache"
     if hasattr(config, "vision_config") and hasattr(config.get_text_config(decoder=True), "cross_attention_layers"):
         return f"{name} keeps an image's states among its cached keys; expected a target whose cache holds the text's"
-    is_stateful = getattr(model_class, "_is_stateful", False)
-    if is_stateful and not is_recurrent(DynamicCache(config=config.get_text_config(decoder=True))):
+    own = DynamicCache(config=config.get_text_config(decoder=True))
+    if getattr(model_class, "_is_stateful", False) and not is_recurrent(own) and not has_compressed(own):
         return (
             f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target or,"
             " from transformers 5.21 on, one whose states are in a DynamicCache"

@@ -15,11 +15,19 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..cache import adopt as cache
+from ..cache.compressed import has_compressed
 from ..modeling import Eagle31DrafterModel
 from ..targets.ends import num_logits
 from ..targets.few_rows import LOW, few_rows
 from ..targets.fused import fused_rows
-from ..targets.layers import OF_HOOKS_FOR_ANY_ROWS, capture_states, decoder_layers, has_hooks, layers_that_share
+from ..targets.layers import (
+    OF_HOOKS_FOR_ANY_ROWS,
+    are_streams_first,
+    capture_states,
+    decoder_layers,
+    has_hooks,
+    layers_that_share,
+)
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_trees
 from ..targets.tree_attention import attention_of_rounds, own_attention
@@ -93,7 +101,7 @@ class Mode:
     @classmethod
     def of(cls, request: Request, runner: TargetRunner, stopping: Stopping) -> "Mode":
         """The mode that serves a request: the freest one that leaves its output as plain decoding would have it."""
-        may_draft = not runner.model_kwargs.get("output_attentions")  # Falcon's tokens then see later ones
+        may_draft = can_verify(runner)
         sees_trees = may_draft and can_see_trees(request, runner)
         is_free = (
             sees_trees
@@ -104,6 +112,19 @@ class Mode:
         )
         is_lock_step = len(request.input_ids) > 1 and not is_free
         return cls(may_draft, sees_trees and request.settings.may_draw_trees and not is_lock_step, is_lock_step)
+
+
+def can_verify(runner: TargetRunner) -> bool:
+    """Returns whether drafts can be verified at all. Falcon's tokens see later ones where attentions are asked for.
+    DeepSeek-V4 counts compressed keys from the first slot, but tokens that read them, if there are several, from the
+    first that is not padding."""
+    sees_less = runner.seen is not None and has_compressed(runner.past_key_values)
+    if sees_less:
+        name = type(runner.target).__name__
+        logger.warning_once(
+            f"EAGLE drafting: nothing is drafted for padded prompts of {name}: it compresses padding, too."
+        )
+    return not (sees_less or runner.model_kwargs.get("output_attentions"))
 
 
 def can_see_trees(request: Request, runner: TargetRunner) -> bool:
@@ -149,7 +170,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         read_text = read_text_of(runner.past_key_values, request.drafter)
         proposer, unread = drafting_of(request, runner, noise, read_text)
         wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
-        collector = OutputCollector(config, runner.past_key_values, layers_that_share(request.target))
+        shared, streams = layers_that_share(request.target), are_streams_first(request.target)
+        collector = OutputCollector(config, runner.past_key_values, shared, streams)
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (

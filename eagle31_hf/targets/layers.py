@@ -74,8 +74,9 @@ class CapturedStates:
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None, config: PreTrainedConfig | None = None):
         self._width = getattr(config, "hidden_size", None)  # ht
-        # Gemma 3n: its layers pass several states of a token on, (streams, B, T, ht), one of which they work on.
-        self._stream = getattr(config, "altup_active_idx", None)
+        self._stream = getattr(config, "altup_active_idx", None)  # the one that layers work on
+        # Of hyper-connections: layers pass so many states of a token on, (B, T, streams, ht) or (B, T, streams*ht).
+        self._num_streams = getattr(config, "hc_mult", None) or getattr(config, "hc_count", None)
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
         self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
@@ -103,6 +104,8 @@ class CapturedStates:
         if is_ours and threading.get_ident() == self._thread:
             if self._stream is not None and states.dim() == 4:
                 states = states[self._stream]
+            if self._num_streams is not None:
+                states = states.flatten(2).unflatten(2, (self._num_streams, -1)).mean(2)  # as vLLM and SGLang read them
             if states.dim() != 3 or self._width not in (None, states.shape[2]):
                 raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
@@ -143,6 +146,11 @@ class CapturedStates:
                 " not work with this architecture."
             )
         return layers
+
+
+def are_streams_first(target: PreTrainedModel) -> bool:
+    """Returns whether layers pass several states of a token on as (streams, B, T, ht), as Gemma 3n's do."""
+    return hasattr(target.config.get_text_config(decoder=True), "altup_active_idx")
 
 
 def layers_that_share(target: PreTrainedModel) -> list[int]:

@@ -4,8 +4,8 @@
 
 same text: drafts are accepted and rejected, and text and logits are the target's own; prompts of a batch go at their
 own pace; chains: the same, but a tree was asked for and chains were drafted, with a logged reason; in step: the same
-for a batch, whose sequences were kept equally long and drafted for in chains, with a logged reason; refused: generate
-raises ValueError before anything is decoded.
+for a batch, whose sequences were kept equally long and drafted for in chains, with a logged reason; not drafted: the
+same for a padded batch, without any draft; refused: generate raises ValueError before anything is decoded.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 import transformers
 from conftest import NO_SPECIAL_TOKENS, PROMPT, ROPED, WIDTH, fit_head, greedy_text
 from observers import noting
-from recurrent_families import CHAINS_OF_STATES, RECURRENT_FAMILIES, STREAMS
+from recurrent_families import CHAINS_OF_STATES, COMPRESSED, RECURRENT_FAMILIES, STREAMS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -32,7 +32,7 @@ from eagle31_hf.targets import probe
 from eagle31_hf.targets.layers import decoder_layers
 
 LOSSLESS, CHAINS, IN_STEP = "same text", "chains", "in step"
-REFUSED, DIFFERENT = "refused", "different"
+NOT_DRAFTED, REFUSED, DIFFERENT = "not drafted", "refused", "different"
 ATTENTIONS = ("eager", "sdpa")
 BATCHES = (1, 4)  # prompts a call
 DRAFTINGS = {
@@ -130,8 +130,11 @@ class Family:
     tree: str = LOSSLESS
     seed: int = 0
     bug: Bug | None = None
+    batch: str | None = None  # of one that is padded; None: as `tree` says
 
     def expected(self, drafting: str, num_prompts: int = 1) -> str:
+        if num_prompts > 1 and self.batch is not None:
+            return self.batch
         if num_prompts > 1 and self.tree == CHAINS:  # rows of different lengths are verified under masks of trees
             return IN_STEP
         return {"chain": self.chain, "tree": self.tree}[drafting]
@@ -282,7 +285,8 @@ FAMILIES = {
     ),
     # recurrent, convolutional, hybrid
     **{name: of_recurrent(name, *kind) for name, kind in RECURRENT_FAMILIES.items()},
-    **{name: Family(*kind, **ALWAYS_REFUSED) for name, kind in STREAMS.items()},
+    **{name: Family(*kind, tree=CHAINS) for name, kind in STREAMS.items()},
+    "DeepSeek-V4": Family(*COMPRESSED, tree=CHAINS, batch=NOT_DRAFTED),
     "MiniMax": Family(
         "MiniMaxConfig",
         SHAPE | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -323,6 +327,7 @@ def build_target(name: str, attention: str, **overrides) -> PreTrainedModel:
         if "attention implementation" not in str(refusal):
             raise
         raise NotThereError(f"transformers {transformers.__version__} has no {attention} for {name}") from refusal
+    target.generation_config.eos_token_id = None  # of a config that has to have one
     return target.eval()
 
 
@@ -412,6 +417,8 @@ def decode(
 
 def way_of(stats: AcceptanceStats, drafting: str) -> str:
     """The table's word for calls that gave the target's own text."""
+    if not any(stats.drafted_per_position):
+        return NOT_DRAFTED
     if stats.kinds[LOCK_STEP]:
         return IN_STEP
     return CHAINS if drafting == "tree" and not stats.kinds[TREES] else LOSSLESS

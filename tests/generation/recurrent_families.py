@@ -91,12 +91,13 @@ RECURRENT_FAMILIES = {
 }
 # Chains, and batches in step: they attend by where tokens stand in the longest sequence.
 CHAINS_OF_STATES = ("Inkling", "Inkling2")
-# Their layers pass several states of a token on, of hyper-connections, or keep states of compressed keys: refused.
+# Chains, and batches in step: of each token their layers pass several states on, of hyper-connections.
 STREAMS = {
     "Qwen4-Exp": (
         "Qwen4ExpTextConfig",
         DELTA
         | EXPERTS
+        | CALM
         | {
             "eos_token_id": 1,
             "hc_count": 2,
@@ -126,13 +127,16 @@ STREAMS = {
             },
         },
     ),
-    "DeepSeek-V4": (
-        "DeepseekV4Config",
-        SHAPE
-        | EXPERTS
-        | {
-            "sliding_window": 16, "num_key_value_heads": 1, "head_dim": 12, "q_lora_rank": 16, "o_groups": 3,
-            "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 12, "index_topk": 64, "hc_mult": 2,
-        },
-    ),
 }  # fmt: skip
+# So does DeepSeek-V4, whose cache keeps compressed keys beside a window.
+HCA, CSA = "heavily_compressed_attention", "compressed_sparse_attention"
+COMPRESSED = (
+    "DeepseekV4Config",
+    SHAPE
+    | EXPERTS
+    | {
+        "sliding_window": 16, "num_key_value_heads": 1, "head_dim": 12, "q_lora_rank": 16, "o_groups": 3,
+        "o_lora_rank": 16, "index_n_heads": 24, "index_head_dim": 12, "index_topk": 64, "hc_mult": 2,
+        "layer_types": ["sliding_attention", HCA, CSA, HCA], "compress_rates": {HCA: 5, CSA: 3},
+    },
+)  # fmt: skip

@@ -93,8 +93,12 @@ def without_contradictions(trial: Trial) -> Trial:
     if "GPT-Neo," in choices["family"] and "static" in choices["cache"]:
         # what transformers 5.23 makes of it depends on the buffer's length, with no drafter too
         choices["cache"] = "default"
-    if "sparse" in choices["family"] and choices["cache"] == "own, no config":
-        choices["cache"] = "own"  # it has no layers that can hold an index
+    if "V4" in choices["family"] and "static" in choices["cache"]:
+        choices["cache"] = "default"  # there are no static layers that compress
+    if ("sparse" in choices["family"] or "V4" in choices["family"]) and choices["cache"] == "own, no config":
+        choices["cache"] = "own"  # it has no layers that can hold an index, or compress
+    if "LongCat" in choices["family"] and "offloaded" in choices["wrapper"]:
+        choices["wrapper"] = "none"  # its text is another every time with transformers 5.23, with no drafter too
     if choices["cache"] == "conversation, chunks" and conftest.REREADS_IN_CHUNKS:
         choices["cache"] = "conversation"
     if trial.batch > 1 or choices["choice"] == "returned twice":

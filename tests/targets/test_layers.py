@@ -3,8 +3,10 @@
 B batch, T tokens, L layers, n captured states, ht target width.
 """
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
@@ -26,6 +28,9 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "generation"))
+
 
 from eagle31_hf.targets.layers import capture_states, decoder_layers, has_hooks, rounded_anew, target_states
 from eagle31_hf.targets.probe import difference

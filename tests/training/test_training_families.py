@@ -11,12 +11,11 @@ from training_runs import make_trainer
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
 
 from families import FAMILIES, REFUSED, NotThereError, build_target
-from recurrent_families import STREAMS
 
 from eagle31_hf.training.fresh import new_drafter
 
-# Several states of a token, logits of fewer tokens than the head gives, or layers between the last state and the head.
-NOT_TRAINED = (*STREAMS, "Inkling2", "ModernBERT decoder")
+# Logits of fewer tokens than the head gives, or a layer between the last state and the head.
+NOT_TRAINED = ("Inkling2", "ModernBERT decoder")
 ROWS = [
     {"input_ids": [(5 * i + j) % 9 + 1 for j in range(16)], "answers": [j >= 6 for j in range(16)]} for i in range(4)
 ]
