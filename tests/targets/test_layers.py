@@ -32,6 +32,11 @@ from transformers import (
 sys.path.append(str(Path(__file__).parents[1] / "generation"))
 
 
+sys.path.append(str(Path(__file__).parents[1] / "generation"))
+
+from families import NotThereError
+from families import build_target as build_family
+
 from eagle31_hf.targets.layers import capture_states, decoder_layers, has_hooks, rounded_anew, target_states
 from eagle31_hf.targets.probe import difference
 
@@ -74,6 +79,22 @@ def test_states_are_the_targets_hidden_states(kind):
     *inner, last = states.split(WIDTH, dim=-1)
     assert_close("states", tuple(inner), tuple(expected[i] for i in layer_ids[:-1]))
     assert_close("last state, normed", target.get_submodule(TARGETS[kind][1])(last), expected[-1])
+
+
+@pytest.mark.parametrize("name", ["GLM5-Next", "Qwen4-Exp"])
+def test_states_of_hyper_connections_are_the_mean_of_their_streams(name):
+    """The one passes them on as (B, T, streams, ht), the other as (B, T, streams*ht)."""
+    try:
+        target = build_family(name, "eager")
+    except NotThereError as reason:
+        pytest.skip(str(reason))
+    config, streams, given = target.config.get_text_config(), 2, []
+    assert streams in (getattr(config, "hc_mult", None), getattr(config, "hc_count", None))
+    with decoder_layers(target)[1].register_forward_hook(lambda module, args, output: given.append(output)):
+        states, _ = target_states(target, tokens() % config.vocab_size, [2])
+    parts = (given[0][0] if isinstance(given[0], tuple) else given[0]).flatten(2).chunk(streams, dim=2)
+    assert_close("states", states, sum(parts) / streams, FORWARD)
+    assert not torch.equal(*parts)
 
 
 @ids_by_kind
