@@ -112,7 +112,7 @@ def test_what_training_feeds_a_drafter_is_what_decoding_feeds_it(pair, picture, 
 
     with drafter.eval().register_forward_hook(note, with_kwargs=True):
         options = {"num_assistant_tokens": 2, "prompt_lookup_num_tokens": 0, "max_new_tokens": 6, "do_sample": False}
-        target.generate(**prompt, assistant_model=drafter, **options)
+        target.generate(**prompt, assistant_model=drafter, suppress_tokens=[IMAGE], **options)
     first_draft = [len(state) for state in fed].index(0)
     with torch.no_grad():
         _, trained = next(unroll(drafter, store[0]["input_ids"][None], store[0]["states"][None], depth=1))
