@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+import eagle31_hf
 from eagle31_hf import demo
 from eagle31_hf.cli import COMMANDS, main
 from eagle31_hf.cli.loading import sampling_options
@@ -112,6 +113,13 @@ def test_a_command_imports_no_other_s_module():
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"eagle31_hf {eagle31_hf.__version__}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,6 +10,7 @@ import logging
 import sys
 from importlib import import_module
 
+from ..version import __version__
 from . import endings
 from .parsing import Parser, progress
 
@@ -100,6 +101,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of all commands. `only`: the command that is to be run; the others then take no arguments,
     since what each imports takes seconds."""
     main_parser = Parser(prog="eagle31", description="EAGLE 3.1 speculative decoding for transformers.")
+    main_parser.add_argument("--version", action="version", version=f"eagle31_hf {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="command")
     for name, (module, line, example) in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}")
