@@ -24,6 +24,7 @@ from ..training.kinds import (
     images_beside,
     parse_record,
     text_of,
+    with_context,
 )
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
@@ -105,7 +106,7 @@ def source_of(record: Record) -> Source:
     given = {name: value for name, value in record.items() if value is not None}
     filled = {name for name, value in given.items() if not isinstance(value, Sized) or len(value)}
     columns = sorted((name for name in QUESTIONS if name in record), key=lambda name: name not in filled)
-    if any(filled.issuperset(kind) for kind in KINDS) or not columns:
+    if any(filled.issuperset(kind) for kind in KINDS if "question" not in kind) or not columns:
         return _without_answer(record)
     asked = record[columns[0]]
     turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
@@ -143,9 +144,8 @@ def _with_context(question: Any, record: Record) -> Any:
         return question
     if PLACEHOLDER in question:
         raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
-    text = record.get("context")
     choices = [f"({letter}) {record[f'choice_{letter}']}" for letter in "ABCD" if record.get(f"choice_{letter}")]
-    return "\n\n".join([*([text] if isinstance(text, str) and text else []), "\n".join([question, *choices])])
+    return with_context(record, "\n".join([question, *choices]))
 
 
 def _asked(question: Any, tools: list[Any] | None = None, images: list[Any] | None = None) -> Source:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from reprlib import Repr
 from typing import Any
@@ -20,6 +21,7 @@ SHORT.maxstring = SHORT.maxother = 60
 ONLY_TEXT = "expected text: a drafter is trained on tokens, and those of images mean nothing without their pixels."
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a part that is an image, by transformers and two APIs
 PLACE = "<image>"  # in words, where the data of LLaVA has an image
+SYSTEM_COLUMNS = ("system", "system_prompt")  # beside messages, or a question and its answer
 SOURCES = ("image", "path", "url", "base64", "image_url")  # fields of such a part that may say which image it is
 
 
@@ -215,9 +217,14 @@ def _picture(source: Any) -> Picture:
 
 
 def _chat(record: Record, turns: Any, name: str) -> Chat:
+    """Makes a chat of messages, after the system prompt that a column beside them may have."""
     if not isinstance(turns, list | tuple):
         raise Skipped(f"{name} is no list", f"{name} is {SHORT.repr(turns)}; expected a list of messages.")
-    return Chat([_message(turn) for turn in turns], _tools(record.get("tools")))
+    messages = [_message(turn) for turn in turns]
+    systems = [text for text in map(record.get, SYSTEM_COLUMNS) if isinstance(text, str) and text.strip()]
+    if systems and messages and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": systems[0]})
+    return Chat(messages, _tools(record.get("tools")))
 
 
 def images_beside(record: Record) -> list[Any]:
@@ -267,28 +274,46 @@ def _tools(tools: Any) -> list[Any] | None:
     return found or None
 
 
+def with_context(record: Record, question: str) -> str:
+    """Returns a question behind the text that it is about, where a record has such."""
+    context = record.get("context")
+    return f"{context}\n\n{question}" if isinstance(context, str) and context else question
+
+
 def _answered(record: Record, asked: str, answer: str) -> Chat:
-    """Makes a chat of a question and its answer in these columns, each of which is text or messages."""
+    """Makes a chat of a question and its answer in these columns, each of which is text or messages; an instruction may
+    have an input behind it."""
     turns = list[Any]()
     for role, name in (("user", asked), ("assistant", answer)):
         side = record[name]
-        turns += side if isinstance(side, list | tuple) else [{"role": role, "content": _string(side, name)}]
+        if isinstance(side, list | tuple):
+            turns += side
+            continue
+        text = _string(side, name)
+        if name == asked:
+            behind = _string(record.get("input") or "", "input") if asked == "instruction" else ""
+            text = with_context(record, "\n\n".join(filter(None, (text, behind))))
+        turns.append({"role": role, "content": text})
     return _chat(record, turns, asked)
 
 
-def _instruction(record: Record) -> Chat:
-    parts = [_string(record["instruction"], "instruction"), _string(record.get("input") or "", "input")]
-    return _answered({**record, "instruction": "\n\n".join(part for part in parts if part)}, "instruction", "output")
-
-
+# columns of a question and its answer, as published sets name them
+ANSWERED = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("inputs", "targets"),
+)
 # columns that identify a kind of record; the first match counts
 KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
     ("input_ids",): tokens_of,
     ("messages",): lambda record: _chat(record, record["messages"], "messages"),
     ("conversations",): lambda record: _chat(record, record["conversations"], "conversations"),
-    ("prompt", "completion"): lambda record: _answered(record, "prompt", "completion"),
-    ("prompt", "response"): lambda record: _answered(record, "prompt", "response"),
-    ("instruction", "output"): _instruction,
+    **{columns: partial(_answered, asked=columns[0], answer=columns[1]) for columns in ANSWERED},
     ("text",): lambda record: _string(record["text"], "text"),
 }
 

@@ -272,6 +272,17 @@ def test_identity_is_of_the_contents(tmp_path):
         ({"instruction": "a", "input": "", "output": "b"}, [ASKED, SAID]),
         ({"instruction": "a", "input": "x", "output": "b"}, [{"role": "user", "content": "a\n\nx"}, SAID]),
         ({"conversations": [ASKED, SAID]}, [ASKED, SAID]),
+        ({"instruction": "a", "context": "x", "response": "b"}, [{"role": "user", "content": "x\n\na"}, SAID]),
+        ({"question": "a", "answer": "b"}, [ASKED, SAID]),
+        ({"query": "a", "response": "b"}, [ASKED, SAID]),
+        ({"inputs": "a", "targets": "b"}, [ASKED, SAID]),
+        ({"system_prompt": "s", "question": "a", "response": "b"}, [{"role": "system", "content": "s"}, ASKED, SAID]),
+        ({"system": "s", "conversations": [ASKED, SAID]}, [{"role": "system", "content": "s"}, ASKED, SAID]),
+        (
+            {"system": "other", "messages": [{"role": "system", "content": "s"}, ASKED, SAID]},
+            [{"role": "system", "content": "s"}, ASKED, SAID],
+        ),
+        ({"system": " ", "messages": [ASKED, SAID]}, [ASKED, SAID]),
     ],
 )
 def test_chats(record, messages):
@@ -328,7 +339,7 @@ def test_tokens(answers):
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"question": "a", "answer": "b"}, "a record has answer, question; expected one of: input_ids; messages;"),
+        ({"title": "a", "answer": "b"}, "a record has answer, title; expected one of: input_ids; messages;"),
         ({"text": None}, "a record has nothing; expected"),
         ({"input_ids": [1]}, "a row has input_ids; expected input_ids and one of answers, loss_mask"),
         ({"input_ids": [1, 2], "answers": [1]}, r"input_ids are \(2,\) and answers \(1,\); expected one mark"),
