@@ -259,6 +259,7 @@ FAMILIES = {
         "DeepseekV32Config", INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, tree=CHAINS
     ),
     "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS),
+    "HY-V4 (sparse)": Family("HYV4Config", INDEXED | {"hc_mult": 2}, tree=CHAINS),
     # multimodal, over text
     "Gemma3 multimodal, window": Family(
         "Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}
