@@ -189,6 +189,32 @@ def test_tools_and_calls_reach_the_template(make_tokenizer):
     assert answers == ["fn<end>"]
 
 
+FORMS = {  # of words, of a call's arguments, and what is rendered of both
+    "a string": ("{{ '' + m.content }}", "{{ a | tojson }}", "hi yo", '{"a": "b"}'),
+    "what is printed": ("{{ m.content | trim }}", "{% for k, v in a.items() %}{{ k + v }}{% endfor %}", "hi yo", "ab"),
+    "parts": (
+        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}",
+        "{{ a + '' }}",
+        "hiyo",
+        '{"a": "b"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_words_and_calls_reach_a_template_in_the_form_that_it_reads(make_tokenizer, form):
+    words, arguments, *expected = FORMS[form]
+    calls = "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}" + arguments + "{% endfor %}"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", words + calls)
+    ask = {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "yo"}]}
+    for given in ({"a": "b"}, '{"a": "b"}'):
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "fn", "arguments": given}}]}
+        ((text, answers),) = examples_of(tokenizer, {"messages": [ask, call]})
+        assert text.startswith(f"<im>user\n{expected[0]}<end>")
+        assert answers == [expected[1] + "<end>"]
+
+
 def test_tokenizers_that_cannot_place_marks():
     """Tokenizers written in Python do not know which letters a token is of."""
     tokenizer = ByT5Tokenizer(chat_template=TEMPLATES["marked"].replace("<end>", "</s>"))
