@@ -45,7 +45,7 @@ class AlikeTexts:
 
     def _from_the_reference(self, text: str) -> list[int] | None:
         """Returns the ids of a text by those of the reference; None where they share no special token."""
-        last = bisect_right(self._ends, _num_alike(self._text, text)) - 1
+        last = bisect_right(self._ends, num_alike(self._text, text)) - 1
         if last < 0:
             return None
         start, index = self._starts[last]
@@ -75,7 +75,7 @@ class AlikeTexts:
         return ids
 
 
-def _num_alike(one: str, other: str) -> int:
+def num_alike(one: str, other: str) -> int:
     """Returns how many characters two texts begin with that are the same."""
     if one.startswith(other):
         return len(other)

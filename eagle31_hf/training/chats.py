@@ -17,6 +17,7 @@ from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
 from .preparation_options import LEAST_TEXT, PreparationOptions
 from .records import Record
+from .said import OTHERWISE, said_after
 from .skipped import Skipped, refused_by
 
 RENDERINGS = {  # of a chat: with the template or not, with BOS or not
@@ -185,8 +186,9 @@ class ExampleMaker:
                 for number, ids, marks in turns
             ]
         answers = [False] * len(whole)
-        for _, _, marks in turns:
-            answers[: len(marks)] = [old or new for old, new in zip(answers, marks, strict=False)]
+        for _, ids, marks in turns:
+            if any(marks):  # with the token that ends the turn, where that is the first of the next message
+                self._mark(whole, answers, marks.index(True), len(ids) - (ids[-1] in self.stop_ids))
         return [_tokens(whole, answers, pixels)]
 
     def _reference(self, chat: Chat) -> tuple[list[int], Pixels | None]:
@@ -206,9 +208,16 @@ class ExampleMaker:
         begin = len(prompt)
         if ids[:begin] != prompt:
             begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        # They may part within the header of the answer: a line break of the prompt may be one token with what follows.
-        if begin < len(prompt) and begin < len(self._rendered(chat, number)):
-            raise Skipped("template refused it: it renders a prompt otherwise once it is answered")
+            if not chat.images:
+                said = said_after(
+                    lambda said, asks: self._render(Chat(said, chat.tools), tokenize=False, add_generation_prompt=asks),
+                    chat.messages[: number + 1],
+                )
+                ids = prompt + (ids[begin:] if said is None else self._texts_of_chat.ids(said))
+                begin = len(prompt)
+            # They may part within the header of the answer: a line break of the prompt may be one token with more.
+            elif begin < len(self._rendered(chat, number)):
+                raise Skipped(OTHERWISE)
         answers = [False] * len(ids)
         end = self._mark(ids, answers, begin, len(ids))
         return ids[:end], answers[:end]

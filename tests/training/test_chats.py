@@ -33,7 +33,7 @@ TEMPLATES = {
     "stripping": CHATML.replace(
         "{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last else m.content.split('</think>')[-1] }}"
     ),
-    # The prompt begins the thinking; "\n\n" is one token where there is none.
+    # The prompt begins the thinking; its line break is one token with what follows where there is none.
     "thinking": (
         CHATML.replace(
             "{{ m.content }}",
@@ -48,7 +48,23 @@ TEMPLATES = {
             "{{ '<think></think>' if m.role == 'assistant' and not thinks | default(true) }}{{ m.content }}",
         ).replace("<im>assistant\n", "<im>assistant\n{{ '<think></think>' if not thinks }}")
     ),
-    "rewriting": "{{ messages | length }}" + CHATML,
+    "rewriting": "{{ messages | length }}" + CHATML.replace("<im>assistant", "<im>model"),
+    # Gemma 4: the prompt ends the thinking, of which an answered chat has nothing.
+    "unthinking": CHATML.replace("<im>assistant\n", "<im>assistant\n<think></think>"),
+    # Command R7B: whatever is said last, an answer is asked for.
+    "asking": CHATML.replace("{% if add_generation_prompt %}", "")
+    .replace("{% endif %}", "")
+    .replace("<im>assistant\n", "<im>assistant\n<think></think>"),
+    # Mistral: nothing asks for an answer, and what the system says stands before the user's last words.
+    "last_words": (
+        "{% for m in messages %}{% if m.role == 'user' %}<im>{{ messages[0].content if loop.last }}{{ m.content }}"
+        "<think>{% elif m.role == 'assistant' %}{{ m.content }}<end>{% endif %}{% endfor %}"
+    ),
+    # Hermes: a message ends otherwise where it is the last.
+    "ending": CHATML.replace("<end>\n{% endfor", "<end>{{ '\n' if not loop.last }}{% endfor"),
+    "counting": "{{ messages | length }}" + CHATML,
+    # GLM: a turn ends with the token that begins the next one.
+    "open": CHATML.replace("<end>\n", ""),
     "tools": (
         "{{ tools[0].name if tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
     ),
@@ -147,8 +163,26 @@ def test_a_prompt_may_begin_the_thinking(make_tokenizer):
     tokenizer = make_tokenizer("thinking")
     thought = {"role": "assistant", "content": "a", "thinking": "xy"}
     ask = {"role": "user", "content": "hi"}
-    ((_, answers),) = examples_of(tokenizer, {"messages": [ask, thought, ask, thought | {"thinking": None}]})
-    assert answers == ["xy\n</think>a<end>", "\n\n</think>a<end>"]
+    made = examples_of(tokenizer, {"messages": [ask, thought, ask, thought | {"thinking": None}]})
+    assert [answers for _, answers in made] == [["xy\n</think>a<end>"], ["\n</think>a<end>"]]
+
+
+@pytest.mark.parametrize("template", ["unthinking", "asking", "last_words", "ending", "counting"])
+def test_a_turn_begins_with_the_prompt_as_it_is_served(make_tokenizer, template):
+    """Where an answered chat has something else in its place."""
+    tokenizer, chat = make_tokenizer(template), messages(*CHAT)["messages"]
+    prompts = [
+        tokenizer.apply_chat_template(chat[:number], add_generation_prompt=True, tokenize=False) for number in (2, 4)
+    ]
+    assert examples_of(tokenizer, {"messages": chat}) == [
+        (prompts[0] + "abc<end>", ["abc<end>"]),
+        (prompts[1] + "de<end>", ["de<end>"]),
+    ]
+
+
+def test_a_turn_may_end_with_the_token_that_begins_the_next(make_tokenizer):
+    tokenizer = make_tokenizer("open", eos_token="<im>")
+    assert examples_of(tokenizer, messages(*CHAT))[0][1] == ["abc<im>", "de"]
 
 
 def test_switches_of_the_template(make_tokenizer):
@@ -169,7 +203,7 @@ def test_other_ends_of_a_turn(make_tokenizer):
 def test_silent_turns_are_no_answers(make_tokenizer, template):
     chat = [("user", "hi"), ("assistant", ""), ("user", "yo")]
     assert examples_of(make_tokenizer(template), messages(*chat, ("assistant", "ab")))[0][1] == [
-        "\n\n</think>" * (template == "thinking") + "ab<end>"
+        "\n</think>" * (template == "thinking") + "ab<end>"
     ]
     with pytest.raises(Skipped, match="no answer"):
         examples_of(make_tokenizer(template), messages(*chat))
