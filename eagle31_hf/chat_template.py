@@ -4,6 +4,7 @@ as JSON where they read an object.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from weakref import WeakKeyDictionary
 PROBE = "eagle"  # words that a template is tried with
 ARGUMENTS = {"prey": "fish"}  # of a call that a template is tried with
 MISREAD = ("{'type'", "{'prey'", '\\"prey')  # parts and arguments as Python writes them, and JSON within JSON
+BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+# gpt-oss (the harmony format): a message of each channel, whose marks are special tokens
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL)
 
 
 class Form(NamedTuple):
@@ -46,6 +50,19 @@ def in_form_of_parts(message: dict[str, Any]) -> dict[str, Any]:
 def parts_of(words: str) -> list[dict[str, Any]]:
     """Returns words as the content of a message in parts."""
     return [{"type": "text", "text": words}]
+
+
+def message_of(raw: str, words: str) -> dict[str, Any]:
+    """Returns an answer as a message of its chat, by its text with special tokens and by its words; thoughts stand in a
+    field of their own, which templates leave out of later prompts."""
+    channels = dict(CHANNEL.findall(raw))
+    if "final" in channels:
+        return {"role": "assistant", "content": channels["final"], "thinking": channels.get("analysis", "")}
+    thoughts, mark, rest = words.rpartition(END_OF_THOUGHT)
+    if not mark:
+        return {"role": "assistant", "content": words}
+    thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
+    return {"role": "assistant", "content": rest.lstrip("\n"), "reasoning_content": thoughts}
 
 
 def _form_of(tokenizer: Any, options: Mapping[str, Any]) -> Form:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from ..acceptance import AcceptanceStats, Round, track_acceptance, watch_rounds
 from ..bench import TREE_SHAPE, Shape
 from ..cache.prefix_cache import PrefixCache
-from ..chat_template import as_read
+from ..chat_template import as_read, message_of
 from ..modeling import Eagle31DrafterModel
 from ..targets.context import checking_forwards, context_of, room_for, why_too_long
 
@@ -243,7 +243,7 @@ class Conversation:
             text = "".join(message["content"] for message in messages)
             return torch.tensor([self.tokenizer(text)["input_ids"]], dtype=torch.long)
         try:
-            read = as_read(self.tokenizer, messages, self.template_options)
+            read = as_read(self.tokenizer, self._with_thoughts_apart(messages), self.template_options)
             rendered: Any = self.tokenizer.apply_chat_template(
                 read, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
             )
@@ -251,6 +251,16 @@ class Conversation:
             said = " ".join(str(error).split())[:300]
             raise ValueError(f"the target's chat template refuses the conversation: {said}") from error
         return torch.tensor([rendered["input_ids"]], dtype=torch.long)
+
+    def _with_thoughts_apart(self, messages: list[dict[str, str]]) -> list[dict[str, Any]]:
+        """Returns messages with the thoughts of answers in a field of their own, where templates leave them out."""
+        answers = iter(self.answers)
+        return [
+            message_of(str(self.tokenizer.decode(next(answers).ids)), message["content"])
+            if message["role"] == "assistant"
+            else message
+            for message in messages
+        ]
 
     def record(self) -> dict[str, Any]:
         """Returns the conversation for JSON: its messages, each answer with its pieces, its figures and how it was

@@ -3,7 +3,6 @@
 B prompts, T tokens.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..chat_template import as_read
+from ..chat_template import as_read, message_of
 from ..storage.fingerprints import digest
 from ..targets.ends import execution_device
 from .packing import Example
@@ -20,9 +19,6 @@ from .preparation_options import PreparationOptions
 from .skipped import refused_by
 
 LEAST_ANSWER = 2  # tokens: the first is never drafted
-BEGIN_OF_THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-# gpt-oss (the harmony format): a message of each channel, whose marks are special tokens
-CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL)
 Temperatures = Sequence[float | None]  # of each prompt; 0: greedy, None: as the source samples
 Source = TypeVar("Source", bound="AnswerSource")
 
@@ -89,15 +85,7 @@ class AnswerSource:
     def message(self, answer: Tensor) -> dict[str, Any]:
         """Returns an answer (T,) as a message of its chat; thoughts stand in a field of their own, which templates
         leave out of later prompts."""
-        raw = str(self.tokenizer.decode(answer))
-        channels = dict(CHANNEL.findall(raw))
-        if "final" in channels:
-            return {"role": "assistant", "content": channels["final"], "thinking": channels.get("analysis", "")}
-        thoughts, mark, words = self.text(answer).rpartition(END_OF_THOUGHT)
-        if not mark:
-            return {"role": "assistant", "content": words}
-        thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
-        return {"role": "assistant", "content": words.lstrip("\n"), "reasoning_content": thoughts}
+        return message_of(str(self.tokenizer.decode(answer)), self.text(answer))
 
     def rendered(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         """Returns a chat as the template renders it, as text or ids. Raises Skipped where the template refuses it."""

@@ -8,6 +8,7 @@ import torch
 from chat.conversations import conversation
 
 from eagle31_hf import track_acceptance
+from eagle31_hf.chat.conversation import Answer
 
 WORDS = "class Parser(object):"
 
@@ -96,6 +97,23 @@ def test_what_the_template_reads_besides_reaches_it():
     messages = [{"role": "user", "content": WORDS}]
     text = thoughtful.tokenizer.decode(thoughtful.prompt_ids(messages)[0])
     assert text == plain.tokenizer.decode(plain.prompt_ids(messages)[0]) + "hmm"
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
+    "analysishmassistantfinalyes",
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [("hm</think>\n\nyes", "hm</think>\n\nyes"), HARMONY], ids=["tag", "channels"]
+)
+def test_a_later_prompt_has_an_answer_without_its_thoughts(raw, words):
+    """As templates leave them out that find them in a field of their own: the prompt may have begun the thinking."""
+    chat = conversation()
+    chat.answers = [Answer(ids=chat.tokenizer(raw)["input_ids"])]
+    messages = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": words}]
+    assert chat.tokenizer.decode(chat.prompt_ids(messages)[0]).endswith("<assistant>yes\n")
 
 
 def test_without_a_template_the_text_goes_on():
