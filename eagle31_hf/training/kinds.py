@@ -192,11 +192,11 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """Returns a part of a message that is text as it is, one that is an image as {"type": "image"} with its `Picture`,
-    if it says which image it is."""
+    """Returns a part of a message that is text as {"type": "text"} with its text, one that is an image as {"type":
+    "image"} with its `Picture`, if it says which image it is."""
     kind = str(part.get("type", "text"))  # "input_text" of one API, "output_text" of another
     if kind.endswith("text"):
-        return part
+        return part | {"type": "text"}  # templates leave out others
     if kind not in IMAGE_PARTS:
         raise Skipped("holds more than text", f"content holds a part of type {SHORT.repr(kind)}; {ONLY_TEXT}")
     name = next((name for name in SOURCES if name in part), None)

@@ -86,7 +86,7 @@ def test_the_tokens_of_stores_are_records(target, tokenizer, tmp_path):
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
 def test_parts_of_text_are_text_whatever_their_api_calls_them(kind):
     record = {"messages": [ASKED | {"content": [{"type": kind, "text": "a"}]}, SAID]}
-    assert parse_record(record).messages[0]["content"][0]["text"] == "a"
+    assert parse_record(record).messages[0]["content"] == [{"type": "text", "text": "a"}]
 
 
 @pytest.mark.parametrize(
