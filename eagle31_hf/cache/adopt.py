@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import DraftingRefusedError
-from .compressed import compresses, noting
+from .compressed import compresses, recording
 from .layer import DUMMY, CacheFullError, HybridSlotLayer, Placement, SlotLayer, slot_layers
 from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
 from .transfer import Commit, Mirrored
@@ -114,7 +114,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
     `crop` may have to bring back.
     """
     if not is_adoptable(cache):
-        with noting(cache), appending(cache):
+        with recording(cache), appending(cache):
             yield None
         return
     placement = Placement()
@@ -280,8 +280,8 @@ def accepted_keys(cache: Cache) -> tuple[Tensor, int] | None:
 
 
 def shown_attentions(layer: Any, attentions: Tensor) -> Tensor:
-    """Returns the part of a layer's attentions (B, H, T, keys) that a stock layer shows of the last T tokens: a
-    window's at most, but all slots of a static layer, used or not, and what a layer has compressed."""
+    """Returns the attentions (B, H, T, keys) that a stock layer would show of the last T tokens: to a window at most;
+    of a static layer to all slots, used or not; of a layer with compressed keys all."""
     if compresses(layer):
         return attentions
     window = layer.sliding_window if layer.is_sliding else None
@@ -307,6 +307,8 @@ class Appended:
         attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.length = attention[0].get_seq_length() if attention else 0
         self.states = [{} if layer in attention or holds_states(layer) else _state(layer) for layer in self.layers]
+        for layer in filter(compresses, self.layers):
+            layer.accept()
 
     def take_back(self) -> None:
         """Takes back what was not accepted."""

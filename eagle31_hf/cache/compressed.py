@@ -1,8 +1,8 @@
-"""Cache layers that keep a window of keys and, of the tokens before it, compressed ones (DeepSeek-V4).
+"""Cache layers that keep a window of keys and, of all tokens, compressed ones (DeepSeek-V4).
 
-They cannot give tokens back: a compressed key stands for several. But they never write in place, and all that they
-hold comes in by their own methods. So a layer notes how it stood before a forward and what the forward gave it. To take
-tokens back is to begin from there again, and to give it the others.
+One compressed key stands for several tokens, so single tokens cannot be removed. But a layer changes by its own methods
+alone, and writes to no tensor in place. A `Recorder` keeps how the layer stood before a forward and what the forward
+gave it. To take tokens back, the layer goes back to that state and is given the accepted tokens again.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
-# By which a forward hands a layer its keys, what is to be compressed, and what came of it.
+# Methods by which a forward writes to a layer: keys; states to be compressed; what the next window needs of the last
+# one; compressed keys.
 KEYS = "update"
 UNCOMPRESSED = "store_compression_weights"
 OVERLAP = "update_overlap_state"
@@ -30,44 +31,57 @@ def has_compressed(cache: Cache) -> bool:
     return any(map(compresses, cache.layers))
 
 
-class Noted:
-    """A layer that notes, from its first `crop` on, what the last forward gave it: of a prompt nothing is taken back.
-    Its methods can be copied with it, as a streamer may copy a cache."""
+class Recorder:
+    """Records what the last forward gave a layer, so that `crop` can undo it. Begins with the first `accept`, which
+    ends the prompt. It is copied with its layer, as a streamer may copy a cache."""
 
     def __init__(self, layer: Any):
         self.layer = layer
-        self.before: dict[str, Any] | None = None  # the layer's attributes before that forward
+        self.before: dict[str, Any] | None = None  # the layer's attributes before that forward; None: in the prompt
         self.calls: list[tuple[str, tuple]] = []  # methods and their arguments
+        self.is_undone = False  # the layer is on its way back: an error may leave it in between
         for method in METHODS:
             if hasattr(layer, method):
                 setattr(layer, method, partial(self._call, method))
-        layer.crop = self.crop
+        layer.crop, layer.accept = self.crop, self.accept
 
     def end(self) -> None:
-        """Leaves the layer as its class made it."""
-        for name in (*METHODS, "crop"):
+        """Leaves the layer with the methods of its class."""
+        for name in (*METHODS, "crop", "accept"):
             vars(self.layer).pop(name, None)
+
+    def accept(self) -> None:
+        """Keeps all that the layer holds: what is taken back later is of forwards from now on."""
+        self.before, self.calls = copied(vars(self.layer)), []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes tokens of the last forward back. `tokens_to_remove` is 0 or, as in transformers, negative. Raises
+        ValueError where that forward had not so many."""
+        if not (tokens_to_remove or self.is_undone):
+            return
+        length = 0 if self.before is None else self.before["cumulative_length"]
+        num_kept = self.layer.cumulative_length + tokens_to_remove - length
+        if self.before is None or num_kept < 0:
+            raise ValueError(
+                f"got {-tokens_to_remove} tokens to take back; expected at most those of the last forward over drafts:"
+                " what a layer has compressed before cannot be undone."
+            )
+        self.is_undone = True
+        vars(self.layer).update(copied(self.before))
+        self._give(num_kept)
+        self.is_undone = False
 
     def _call(self, method: str, *args: Any) -> Any:
         if self.before is not None:
-            if method == KEYS and self.calls:  # another forward begins, so all of the one before it is kept
-                self.crop(0)
+            if method == KEYS and self.calls:  # another forward begins
+                self.accept()
             self.calls.append((method, args))
         return getattr(type(self.layer), method)(self.layer, *args)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last -`tokens_to_remove` tokens of the last forward."""
-        calls, self.calls = self.calls, []
-        if self.before is not None and tokens_to_remove:
-            vars(self.layer).update(self.before)
-            num_given = next((args[0].shape[2] for method, args in calls if method == KEYS), 0)
-            self._give(calls, num_given + tokens_to_remove)
-        self.before = attributes(self.layer)
-
-    def _give(self, calls: list[tuple[str, tuple]], num_tokens: int) -> None:
-        """Gives the layer the first tokens of what the calls of a forward gave it."""
-        num_windows: dict[str, int] = {}  # of what is compressed under a name: those that the tokens fill
-        for method, args in calls if num_tokens > 0 else ():
+    def _give(self, num_tokens: int) -> None:
+        """Gives the layer the first tokens of what the last forward gave it."""
+        num_windows: dict[str, int] = {}  # by name: how many windows these tokens complete
+        for method, args in self.calls if num_tokens else ():
             if method == KEYS:
                 given = tuple(states[:, :, :num_tokens] for states in args[:2])
             elif method == UNCOMPRESSED:
@@ -82,17 +96,17 @@ class Noted:
                 num_windows[args[0]] = found[0].shape[1] // self.layer.compress_rate
 
 
-def attributes(layer: Any) -> dict[str, Any]:
-    """Returns a layer's attributes, to go back to."""
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+def copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a layer's attributes, to go back to; its dicts are copied, as they are written to."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in attributes.items()}
 
 
 @contextmanager
-def noting(cache: Cache) -> Iterator[None]:
-    """A context in which `crop` takes tokens of the last forward back from layers with compressed keys, too."""
-    noted = [Noted(layer) for layer in cache.layers if compresses(layer)]
+def recording(cache: Cache) -> Iterator[None]:
+    """A context in which tokens of the last forward can be taken back from layers with compressed keys, too."""
+    recorders = [Recorder(layer) for layer in cache.layers if compresses(layer)]
     try:
         yield
     finally:
-        for each in noted:
-            each.end()
+        for recorder in recorders:
+            recorder.end()

@@ -15,11 +15,13 @@ sys.path.append(str(Path(__file__).parents[1] / "generation"))
 from recurrent_families import COMPRESSED
 
 from eagle31_hf.cache import adopt
-from eagle31_hf.cache.compressed import METHODS, compresses
+from eagle31_hf.cache.compressed import METHODS, compresses, recording
 
 if not hasattr(transformers, COMPRESSED[0]):
     pytest.skip(f"this transformers has no {COMPRESSED[0]}", allow_module_level=True)
+RECORDING = ("crop", "accept", *METHODS)  # what a recorder puts into a layer
 VOCAB, BATCH, MOST = 29, 2, 12  # MOST: tokens of a forward, which fill up to four windows
+NUM_LAYERS = len(COMPRESSED[1]["layer_types"])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def assert_same(ours, plain):
     """Alike but for rounding, as the same tokens come in forwards of other lengths."""
     if isinstance(plain, dict):
         names = plain.keys() - {"record_past"}
-        assert names == ours.keys() - {"record_past", "crop", *METHODS}
+        assert names == ours.keys() - {"record_past", *RECORDING}
         for name in names:
             assert_same(ours[name], plain[name])
     elif isinstance(plain, torch.Tensor) and plain.numel():
@@ -74,10 +76,10 @@ def test_what_is_taken_back_was_never_there(target, seed):
                 alone = read(target, plain, ids[:, :kept])
                 torch.testing.assert_close(ours[:, :kept], alone, rtol=0, atol=1e-4 * float(alone.std()))
     assert_same_layers(cache, plain)
-    assert not any(name in vars(layer) for layer in cache.layers for name in ("crop", *METHODS))
+    assert not any(name in vars(layer) for layer in cache.layers for name in RECORDING)
 
 
-@pytest.mark.parametrize("num_layers_run", range(4))
+@pytest.mark.parametrize("num_layers_run", range(NUM_LAYERS))
 def test_after_an_error_the_accepted_tokens_are_there(target, num_layers_run):
     """A forward fails in a layer; those before it have read its tokens."""
     cache, plain = (DynamicCache(config=target.config) for _ in range(2))
@@ -99,7 +101,7 @@ def test_after_an_error_the_accepted_tokens_are_there(target, num_layers_run):
     with pytest.raises(ZeroDivisionError):
         draft()
     assert_same_layers(cache, plain)
-    assert sum(map(compresses, cache.layers)) == 3
+    assert sum(map(compresses, cache.layers)) == NUM_LAYERS - 1
 
 
 def test_a_copy_that_is_made_meanwhile_is_a_cache_of_its_own(target):
@@ -121,3 +123,50 @@ def test_a_copy_that_is_made_meanwhile_is_a_cache_of_its_own(target):
     assert_same_layers(cache, plain)
     read(target, plain, ids[:, 9:-3])
     assert_same_layers(copied, plain, compresses)
+
+
+@pytest.mark.parametrize("index", range(1, NUM_LAYERS))
+@pytest.mark.parametrize("method", ["update", "update_compressor_states"])
+def test_after_an_error_while_tokens_are_taken_back_the_accepted_ones_are_there(target, monkeypatch, index, method):
+    cache, plain = (DynamicCache(config=target.config) for _ in range(2))
+    ids = torch.arange(22).expand(BATCH, -1) % VOCAB
+    read(target, plain, ids[:, :9])
+    kind = type(cache.layers[index])
+    of_class = getattr(kind, method)
+
+    def fail(layer, *args):
+        if layer is cache.layers[index]:
+            raise MemoryError
+        return of_class(layer, *args)
+
+    def draft():
+        with adopt.slots(cache, 0):
+            read(target, cache, ids[:, :4])
+            adopt.crop(cache, 0)
+            read(target, cache, ids[:, 4:9])
+            adopt.crop(cache, 0)
+            read(target, cache, ids[:, 9:])
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, method, fail)
+                adopt.crop(cache, 5)
+
+    with pytest.raises(MemoryError):
+        draft()
+    assert_same_layers(cache, plain, compresses)
+
+
+def test_more_than_the_last_forward_read_is_not_taken_back(target):
+    cache = DynamicCache(config=target.config)
+    ids = torch.arange(9).expand(BATCH, -1)
+    layer = next(filter(compresses, cache.layers))
+    with recording(cache):
+        read(target, cache, ids[:, :4])
+        with pytest.raises(ValueError, match="got 1 tokens to take back; expected at most"):  # of the prompt
+            layer.crop(-1)
+        layer.accept()
+        read(target, cache, ids[:, 4:7])
+        read(target, cache, ids[:, 7:])
+        with pytest.raises(ValueError, match="got 3 tokens to take back"):
+            layer.crop(-3)
+        layer.crop(-2)
+        assert layer.get_seq_length() == 7
