@@ -1,6 +1,6 @@
 """The prompts a report is about: read from files and datasets, rendered as they are served. T tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,15 +16,17 @@ from ..training.images import ImageRenderer, Pixels
 from ..training.kinds import (
     ANSWER_COLUMNS,
     KINDS,
-    PLACE,
+    QUESTIONS,
+    SYSTEM_COLUMNS,
     Chat,
     Tokens,
     check_ids,
     check_text,
-    images_beside,
+    is_filled,
+    pair_of,
     parse_record,
+    question_of,
     text_of,
-    with_context,
 )
 from ..training.records import Record, read_records
 from ..training.skipped import Skipped, Skips, refused_by
@@ -42,8 +44,8 @@ NAMED_SETS = {
 # Stands in SPEED-Bench in place of prompts that have another licence; NVIDIA's prepare_data.py (Model-Optimizer,
 # examples/specdec_bench) fetches these, and its files can be read here.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-# columns of datasets that ask a question, beside the kinds of training data
-QUESTIONS = ("prompt", "question", "turns", "instruction", "problem")
+ASKED = ("turns", *QUESTIONS)  # columns that ask something
+BESIDE = ("tools", "images", "image", *SYSTEM_COLUMNS)  # columns that belong to it
 EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 # how a report says what `Prompts.lengthened` makes
 LENGTHENED = (
@@ -103,20 +105,19 @@ def resolved(name: str, split: str | None) -> tuple[str, str]:
 def source_of(record: Record) -> Source:
     """Makes a prompt of a record of training data, of which what the target would answer is left out, or of one that
     has nothing but a question or token ids. Raises Skipped for any other."""
-    given = {name: value for name, value in record.items() if value is not None}
-    filled = {name for name, value in given.items() if not isinstance(value, Sized) or len(value)}
-    columns = sorted((name for name in QUESTIONS if name in record), key=lambda name: name not in filled)
-    if any(filled.issuperset(kind) for kind in KINDS if "question" not in kind) or not columns:
+    columns = sorted((name for name in ASKED if name in record), key=lambda name: not is_filled(record[name]))
+    is_text = is_filled(record.get("text")) and pair_of(record) is None
+    if is_text or not columns or any(is_filled(record.get(name)) for name in KINDS):
         return _without_answer(record)
-    asked = record[columns[0]]
+    name = columns[0]
+    asked = record[name]
     turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
     check_text(turns)
     if not turns[0]:
-        raise Skipped(EMPTY, f"the column {columns[0]!r} is empty; expected a question.")
-    question, images = _with_context(turns[0], record), images_beside(record)
-    if images and isinstance(question, str):  # before its words, where these do not say where
-        question = [{"role": "user", "content": PLACE * (len(images) - question.count(PLACE)) + question}]
-    source = _asked(question, images=images)
+        raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
+    if isinstance(turns[0], str) and PLACEHOLDER in turns[0]:
+        raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
+    source = _asked(question_of({**record, name: turns[0]}, name), {other: record.get(other) for other in BESIDE})
     later = tuple(turn for turn in turns[1:] if isinstance(turn, str) and turn)
     return replace(source, later=later) if turns[1:] else source
 
@@ -127,9 +128,9 @@ def _without_answer(record: Record) -> Source:
     ids = record.get("input_ids")
     if isinstance(ids, list) and not any(mark in record for mark in ANSWER_COLUMNS):
         record = {**record, "answers": [0] * len(ids)}
-    parsed = parse_record(record, QUESTIONS, no_images=None)
+    parsed = parse_record(record, ASKED, no_images=None)
     if isinstance(parsed, Chat):
-        return _asked(parsed.messages, parsed.tools)
+        return _asked(parsed.messages, {"tools": parsed.tools})
     if not isinstance(parsed, Tokens):
         return Source(text=parsed)
     begins = parsed.answers.nonzero()
@@ -137,21 +138,9 @@ def _without_answer(record: Record) -> Source:
     return Source(ids=before if len(before) else parsed.input_ids)
 
 
-def _with_context(question: Any, record: Record) -> Any:
-    """Returns a question behind the text that it is about and before the choices of its answer, where a record has
-    such. Raises Skipped for the placeholder of a prompt."""
-    if not isinstance(question, str):
-        return question
-    if PLACEHOLDER in question:
-        raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
-    choices = [f"({letter}) {record[f'choice_{letter}']}" for letter in "ABCD" if record.get(f"choice_{letter}")]
-    return with_context(record, "\n".join([question, *choices]))
-
-
-def _asked(question: Any, tools: list[Any] | None = None, images: list[Any] | None = None) -> Source:
-    if isinstance(question, str):
-        return Source(chat=Chat([{"role": "user", "content": question}]))
-    parsed = parse_record({"messages": question, "tools": tools, "images": images}, no_images=None)
+def _asked(messages: list[Any], beside: Record) -> Source:
+    """Makes a prompt of messages up to the first answer, with what stands `beside` them in their record."""
+    parsed = parse_record({"messages": messages, **beside}, no_images=None)
     assert isinstance(parsed, Chat)
     roles = [message["role"] for message in parsed.messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)

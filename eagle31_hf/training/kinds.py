@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from reprlib import Repr
 from typing import Any
@@ -228,8 +227,8 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
 
 
 def images_beside(record: Record) -> list[Any]:
-    """Returns the images that stand in a column beside messages or a question, whose parts or words name none."""
-    given = record.get("image") if record.get("images") is None else record["images"]
+    """Returns the images of a record's column `images` or `image`."""
+    given = record.get("images") or record.get("image")
     return list(given) if isinstance(given, list | tuple) else [given] if given else []
 
 
@@ -274,65 +273,73 @@ def _tools(tools: Any) -> list[Any] | None:
     return found or None
 
 
-def with_context(record: Record, question: str) -> str:
-    """Returns a question behind the text that it is about, where a record has such."""
-    context = record.get("context")
-    return f"{context}\n\n{question}" if isinstance(context, str) and context else question
+def is_filled(value: Any) -> bool:
+    """Returns whether a column holds anything: neither None nor an empty text or list."""
+    return value is not None and not (isinstance(value, str | list | tuple) and not value)
+
+
+def question_of(record: Record, name: str) -> list[Any]:
+    """Returns the messages that ask what a record's column of QUESTIONS asks: as they are, or made of its words. These
+    follow the text that they are about (`context`), and are followed by the choices of an answer and an instruction's
+    input. Images beside them for which they have no PLACE go first."""
+    asked = record[name]
+    if isinstance(asked, list | tuple):
+        return list(asked)
+    choices = [f"({letter}) {record[f'choice_{letter}']}" for letter in "ABCD" if record.get(f"choice_{letter}")]
+    context, behind = record.get("context") or "", record.get("input") if name == "instruction" else ""
+    words = "\n".join([_string(asked, name), *choices])
+    words = "\n\n".join(filter(None, (_string(context, "context"), words, _string(behind or "", "input"))))
+    return [{"role": "user", "content": PLACE * (len(images_beside(record)) - words.count(PLACE)) + words}]
+
+
+def pair_of(record: Record) -> tuple[str, str] | None:
+    """Returns the columns of a record's question and answer, None where it has not both."""
+    pair = [next((name for name in names if is_filled(record.get(name))), None) for names in (QUESTIONS, ANSWERS)]
+    return (pair[0], pair[1]) if pair[0] and pair[1] else None
 
 
 def _answered(record: Record, asked: str, answer: str) -> Chat:
-    """Makes a chat of a question and its answer in these columns, each of which is text or messages; an instruction may
-    have an input behind it."""
-    turns = list[Any]()
-    for role, name in (("user", asked), ("assistant", answer)):
-        side = record[name]
-        if isinstance(side, list | tuple):
-            turns += side
-            continue
-        text = _string(side, name)
-        if name == asked:
-            behind = _string(record.get("input") or "", "input") if asked == "instruction" else ""
-            text = with_context(record, "\n\n".join(filter(None, (text, behind))))
-        turns.append({"role": role, "content": text})
-    return _chat(record, turns, asked)
+    side = record[answer]
+    said = side if isinstance(side, list | tuple) else [{"role": "assistant", "content": _string(side, answer)}]
+    return _chat(record, [*question_of(record, asked), *said], asked)
 
 
-# columns of a question and its answer, as published sets name them
-ANSWERED = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("inputs", "targets"),
-)
-# columns that identify a kind of record; the first match counts
-KINDS: dict[tuple[str, ...], Callable[[Record], Chat | str | Tokens]] = {
-    ("input_ids",): tokens_of,
-    ("messages",): lambda record: _chat(record, record["messages"], "messages"),
-    ("conversations",): lambda record: _chat(record, record["conversations"], "conversations"),
-    **{columns: partial(_answered, asked=columns[0], answer=columns[1]) for columns in ANSWERED},
-    ("text",): lambda record: _string(record["text"], "text"),
+# as published sets name them; the first that is filled counts
+QUESTIONS = ("prompt", "question", "instruction", "query", "inputs", "problem")
+ANSWERS = ("completion", "response", "output", "answer", "targets", "solution")
+# other columns that tell the kind of a record, before those of a question; `text` is after them
+KINDS: dict[str, Callable[[Record], Chat | str | Tokens]] = {
+    "input_ids": tokens_of,
+    "messages": lambda record: _chat(record, record["messages"], "messages"),
+    "conversations": lambda record: _chat(record, record["conversations"], "conversations"),
 }
 
 
 def parse_record(record: Record, others: Iterable[str] = (), no_images: str | None = ONLY_TEXT) -> Chat | str | Tokens:
-    """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no kind in KINDS, and for
-    fields of other types; `others`: columns that a caller reads besides, for the message. `no_images`: the
-    reason to skip chats with images, None where the caller reads images."""
-    found = {name for name, value in record.items() if value is not None}
-    for columns, read in KINDS.items():
-        if found.issuperset(columns):
-            parsed = read(record)
-            if isinstance(parsed, Chat) and (parsed.images or images_beside(record)):
-                if no_images is not None:
-                    raise Skipped("holds more than text", f"a chat holds an image; {no_images}")
-                _place_images(parsed, images_beside(record))
-            if not isinstance(parsed, Tokens):
-                check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
-            return parsed
-    kinds = "; ".join([*(" and ".join(columns) for columns in KINDS), *others])
-    names = SHORT.repr(sorted(found)) if len(found) > 8 else ", ".join(sorted(found)) or "nothing"
+    """Parses a record into a chat, plain text or tokens. Raises Skipped for a record of no known kind, and for fields
+    of other types; `others`: columns that a caller reads besides, for the message. `no_images`: the reason to skip
+    chats with images, None where the caller reads images."""
+    parsed = _parsed(record, others)
+    if isinstance(parsed, Chat) and (parsed.images or images_beside(record)):
+        if no_images is not None:
+            raise Skipped("holds more than text", f"a chat holds an image; {no_images}")
+        _place_images(parsed, images_beside(record))
+    if not isinstance(parsed, Tokens):
+        check_text([parsed.messages, parsed.tools] if isinstance(parsed, Chat) else parsed)
+    return parsed
+
+
+def _parsed(record: Record, others: Iterable[str]) -> Chat | str | Tokens:
+    for name, read in KINDS.items():
+        if record.get(name) is not None:
+            return read(record)
+    pair = pair_of(record)
+    if pair is not None:
+        return _answered(record, *pair)
+    if record.get("text") is not None:
+        return _string(record["text"], "text")
+    found = sorted(name for name, value in record.items() if value is not None)
+    names = SHORT.repr(found) if len(found) > 8 else ", ".join(found) or "nothing"
+    pairs = f"one of {', '.join(QUESTIONS)} with one of {', '.join(ANSWERS)}"
+    kinds = "; ".join([*KINDS, pairs, "text", *others])
     raise Skipped("of no known kind", f"a record has {names}; expected one of: {kinds}.")

@@ -8,6 +8,7 @@ import torch
 
 from eagle31_hf import demo
 from eagle31_hf.reports.prompts import NAMED_SETS, PLACEHOLDER, Prompts, Renderer, resolved, source_of
+from eagle31_hf.training.kinds import parse_record
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
@@ -199,6 +200,10 @@ def test_records_are_read_as_training_reads_them(chats, tmp_path, monkeypatch):
     tools = {"prompt": "sum?", "completion": "3", "tools": [{"name": "add"}]}
     found = texts(prompts_of([alpaca, tools], chats, tmp_path))
     assert found == ["<user>Translate.\n\nBonjour<answer>", "<user>sum?<answer><add>"]
+    openorca = {"system_prompt": "Be brief.", "question": "why?", "response": "So."}
+    (asked,) = prompts_of([openorca], chats, tmp_path).sources
+    assert [message["content"] for message in asked.chat.messages] == ["Be brief.", "why?"]
+    assert asked.chat.messages == parse_record(openorca).messages[:-1]
     stored = {"input_ids": torch.tensor([1, 2, 3, 4]), "answers": torch.tensor([False, False, True, True])}
     assert source_of(stored).ids.tolist() == [1, 2]
 

@@ -159,6 +159,12 @@ def test_images_of_the_words_of_llava_stand_where_these_say():
         parse_record({"conversations": turns, "image": "a.png"}, no_images=None)
 
 
+def test_an_image_beside_a_question_goes_before_its_words():
+    chat = parse_record({"question": "abc", "answer": "de", "images": [], "image": "a.png"}, no_images=None)
+    assert [part["type"] for part in chat.messages[0]["content"]] == ["image", "text"]
+    assert chat.messages[1]["content"] == "de"
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_images_are_named_in_many_ways(name, picture):
     part, columns = NAMED[name](picture)
