@@ -84,7 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 128256,
     },
-    # layers of their real sizes, but eight of them in place of 48 and 52, and 32 experts in place of 512
+    # layers of their real sizes, but eight of them in place of 48 and 52, and of Qwen3-Next 32 experts in place of 512
     "qwen3-next-8-layers": {
         "hidden_size": 2048,
         "intermediate_size": 5632,

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from ..generation.refusals import why_no_target
-from ..targets.layers import decoder_layers
+from ..targets.layers import decoder_layers, num_layers_of
 from .drafters import DrafterReport, check_drafter
 from .source import CONTRADICTIONS, TargetSource, read_target
 from .trial import (
@@ -126,7 +126,7 @@ def _facts(source: TargetSource) -> dict[str, Any]:
         num_bytes = count * kind.itemsize
     return {
         "architecture": source.model_class.__name__,
-        "num_layers": getattr(config, "num_hidden_layers", None),
+        "num_layers": num_layers_of(config) if hasattr(config, "num_hidden_layers") else None,
         "hidden_size": getattr(config, "hidden_size", None),
         "vocab_size": getattr(config, "vocab_size", None),
         "num_parameters": count,

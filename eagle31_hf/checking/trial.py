@@ -239,11 +239,13 @@ class Trial:
         wrong = difference(ours, alone)
         if wrong:
             return DIFFERENT, wrong
+        if not any(stats.drafted_per_position):
+            return OTHERWISE, "nothing is drafted for padded prompts"
         if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
             how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"
             own = DynamicCache(config=self.target.config.get_text_config(decoder=True))
             is_in_slots = is_adoptable(own) and not is_recurrent(own)
-            return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots) or HIDDEN}"
+            return OTHERWISE, f"{how}: {why_no_trees(self.target, is_in_slots=is_in_slots) or HIDDEN}"  # what is left
         own_pace = "rows of different lengths each at its own pace, " if has_two else ""
         return WORKS, f"{own_pace}same text as the target alone"
 

@@ -37,8 +37,9 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
         return f"{name} makes a cache of its own kind; expected a target for which generate() makes a DynamicCache"
     if hasattr(config, "vision_config") and hasattr(config.get_text_config(decoder=True), "cross_attention_layers"):
         return f"{name} keeps an image's states among its cached keys; expected a target whose cache holds the text's"
-    own = DynamicCache(config=config.get_text_config(decoder=True))
-    if getattr(model_class, "_is_stateful", False) and not is_recurrent(own) and not has_compressed(own):
+    is_stateful = getattr(model_class, "_is_stateful", False)
+    own = DynamicCache(config=config.get_text_config(decoder=True)) if is_stateful else None
+    if own is not None and not is_recurrent(own) and not has_compressed(own):
         return (
             f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target or,"
             " from transformers 5.21 on, one whose states are in a DynamicCache"
@@ -59,11 +60,6 @@ def check_request(
             config.num_beams == 1,
             f"num_beams is {config.num_beams}; expected 1: use greedy search or sampling, or drop assistant_model",
         ),
-        (
-            not _sees_later_tokens(target),
-            f"{type(target).__name__} is an encoder, whose tokens see later ones; expected a decoder: load it with"
-            " is_decoder=True",
-        ),
         (mode in SUPPORTED_MODES, f"generation mode is {mode.value}; expected greedy search or sampling"),
         (
             config.cache_implementation in caches,
@@ -76,12 +72,14 @@ def check_request(
         (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),
     )
     check_rules(rules)
+    is_encoder = f"{type(target).__name__} is an encoder, whose tokens see later ones; expected a decoder"
+    check_rules([(not _sees_later_tokens(target), f"{is_encoder}: load it with is_decoder=True")])
     drafter.load_target_embeddings(target)
     drafter.config.resolve_layer_ids(len(decoder_layers(target)))
 
 
 def _sees_later_tokens(target: PreTrainedModel) -> bool:
-    """Returns whether layers of BERT's kin run as an encoder's, as their config says unless it is told otherwise."""
+    """Returns whether a target's layers attend to later tokens, as BERT's do unless loaded with `is_decoder=True`."""
     return any(getattr(module, "is_decoder", None) is False for module in decoder_layers(target).modules())
 
 
@@ -117,6 +115,10 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
             or (is_of_transformers(past_key_values) and not past_key_values.offloading),
             f"{CACHE} is a {kind} with recurrent states, which are not written as transformers' own classes write them,"
             " or are offloaded; expected a DynamicCache of transformers itself, not offloaded, or none",
+        ),
+        (
+            not (isinstance(past_key_values, Cache) and has_compressed(past_key_values) and past_key_values.offloading),
+            f"{CACHE} is offloaded and compresses keys; expected one that stays on the target's device",
         ),
     )
     check_rules(rules)

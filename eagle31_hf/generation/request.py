@@ -115,9 +115,8 @@ class Mode:
 
 
 def can_verify(runner: TargetRunner) -> bool:
-    """Returns whether drafts can be verified at all. Falcon's tokens see later ones where attentions are asked for.
-    DeepSeek-V4 counts compressed keys from the first slot, but tokens that read them, if there are several, from the
-    first that is not padding."""
+    """Returns whether drafts are verified at all. Not where attentions are asked for: Falcon then drops its causal
+    mask. Not for DeepSeek-V4 with padding: its compressed keys count padding, the mask of several tokens does not."""
     sees_less = runner.seen is not None and has_compressed(runner.past_key_values)
     if sees_less:
         name = type(runner.target).__name__

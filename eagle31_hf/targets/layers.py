@@ -30,15 +30,17 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 
 def num_layers_of(config: PreTrainedConfig) -> int:
-    """Returns how many layers a target has by its text config. LongCat's, which attend twice each, are half as many as
-    its `num_hidden_layers`."""
-    return getattr(config, "num_layers", config.num_hidden_layers)
+    """Returns the number of decoder layers, by a target's text config. LongCat's attend twice each, and its
+    `num_hidden_layers` counts both; its class has their number besides."""
+    return config.num_layers if hasattr(type(config), "num_layers") else config.num_hidden_layers
 
 
 def decoder_of(target: PreTrainedModel) -> nn.Module:
     """The part of a target that runs its layers."""
     found = target.get_decoder() if hasattr(target, "get_decoder") else target
-    return target.base_model if isinstance(found, nn.Linear) else found  # ModernBERT's decoder is its head
+    return (
+        target.base_model if isinstance(found, nn.Linear) else found
+    )  # ModernBERT's get_decoder returns its output layer
 
 
 # Python modules whose hooks change nothing in a forward: our own, which act in those over their own call's cache, and
@@ -74,8 +76,8 @@ class CapturedStates:
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None, config: PreTrainedConfig | None = None):
         self._width = getattr(config, "hidden_size", None)  # ht
-        self._stream = getattr(config, "altup_active_idx", None)  # the one that layers work on
-        # Of hyper-connections: layers pass so many states of a token on, (B, T, streams, ht) or (B, T, streams*ht).
+        self._stream = getattr(config, "altup_active_idx", None)  # Gemma 3n's: the state that layers work on
+        # Hyper-connections: how many states of a token layers pass on, as (B, T, streams, ht) or (B, T, streams*ht).
         self._num_streams = getattr(config, "hc_mult", None) or getattr(config, "hc_count", None)
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
@@ -104,8 +106,8 @@ class CapturedStates:
         if is_ours and threading.get_ident() == self._thread:
             if self._stream is not None and states.dim() == 4:
                 states = states[self._stream]
-            if self._num_streams is not None:
-                states = states.flatten(2).unflatten(2, (self._num_streams, -1)).mean(2)  # as vLLM and SGLang read them
+            if self._num_streams is not None and states.shape[2:].numel() == self._num_streams * (self._width or 0):
+                states = states.flatten(2).unflatten(2, (self._num_streams, -1)).mean(2)
             if states.dim() != 3 or self._width not in (None, states.shape[2]):
                 raise DraftingRefusedError(
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"

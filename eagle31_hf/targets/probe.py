@@ -39,8 +39,8 @@ LOW_PRECISION_TOLERANCE = 0.02
 ROUNDINGS = 2
 OUT_OF_SCALE = 1e30
 ANEW = 4
+OF_ONE_TOKEN = ("mlp", "moe")  # types of Nemotron-H's layers that read no other token
 # types of layers that may see trees: others see differences only in texts that are longer than those tried here
-OF_ONE_TOKEN = ("mlp", "moe")  # layers of Nemotron-H that read no other token
 TREE_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", *MASKLESS, *OF_ONE_TOKEN}
 
 HIDDEN = (

@@ -16,6 +16,8 @@ from recurrent_families import COMPRESSED
 
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.compressed import METHODS, compresses, recording
+from eagle31_hf.cache_names import CACHE
+from eagle31_hf.checking.trial import build_drafter
 
 if not hasattr(transformers, COMPRESSED[0]):
     pytest.skip(f"this transformers has no {COMPRESSED[0]}", allow_module_level=True)
@@ -153,6 +155,14 @@ def test_after_an_error_while_tokens_are_taken_back_the_accepted_ones_are_there(
     with pytest.raises(MemoryError):
         draft()
     assert_same_layers(cache, plain, compresses)
+
+
+def test_an_offloaded_cache_is_refused(target):
+    """Between two forwards its keys are elsewhere than what is to be given again."""
+    past = {CACHE: DynamicCache(config=target.config, offloading=True)}
+    drafter = build_drafter(target)
+    with pytest.raises(ValueError, match="is offloaded and compresses keys; expected one that stays"):
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, max_new_tokens=4, **past)
 
 
 def test_more_than_the_last_forward_read_is_not_taken_back(target):

@@ -22,6 +22,7 @@ from families import (
     DRAFTINGS,
     FAMILIES,
     LOSSLESS,
+    NOT_DRAFTED,
     REFUSED,
     NotThereError,
     Outcome,
@@ -52,6 +53,8 @@ def reason(name: str, attention: str, outcome: Outcome) -> str:
             .partition(";")[0]
             .strip(" .")
         )
+    if outcome.word == NOT_DRAFTED:
+        return "padding is compressed, too"
     told = outcome.reason.partition(": chains instead of trees for ")[2].partition(": ")[2].rstrip(".")
     return told or outcome.reason or str(why_no_trees(target))
 

@@ -13,6 +13,8 @@ from transformers import (
     MllamaConfig,
     MllamaForConditionalGeneration,
     QuantizedCache,
+    RoFormerConfig,
+    RoFormerForCausalLM,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -168,8 +170,13 @@ def test_a_message_names_the_target_the_drafter_was_made_for(make_target):
 
 
 def encoder_decoder():
-    config = T5Config(vocab_size=11, d_model=36, d_kv=12, d_ff=40, num_layers=2, num_heads=3, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 11, "d_model": 36, "d_kv": 12, "d_ff": 40, "num_heads": 3, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, num_decoder_layers=3)).eval()
+
+
+def encoder():
+    config = RoFormerConfig(vocab_size=11, hidden_size=36, num_hidden_layers=2, num_attention_heads=3)
+    return RoFormerForCausalLM(config).eval()
 
 
 def stateful():
@@ -189,6 +196,7 @@ def cross_attending():
 
 NO_TARGETS = {
     "cross_attending": (cross_attending, r"MllamaForConditionalGeneration keeps an image's states among its cached"),
+    "encoder": (encoder, r"RoFormerForCausalLM is an encoder, .*; expected a decoder: load it with is_decoder=True"),
     "encoder_decoder": (encoder_decoder, r"T5ForConditionalGeneration is an encoder-decoder; expected a decoder-only"),
     "stateful": (stateful, r"MiniMaxForCausalLM makes a cache of its own kind; expected a target for which"),
 }

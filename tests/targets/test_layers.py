@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -37,7 +38,14 @@ sys.path.append(str(Path(__file__).parents[1] / "generation"))
 from families import NotThereError
 from families import build_target as build_family
 
-from eagle31_hf.targets.layers import capture_states, decoder_layers, has_hooks, rounded_anew, target_states
+from eagle31_hf.targets.layers import (
+    CapturedStates,
+    capture_states,
+    decoder_layers,
+    has_hooks,
+    rounded_anew,
+    target_states,
+)
 from eagle31_hf.targets.probe import difference
 
 VOCAB, WIDTH, NUM_LAYERS = 61, 20, 5
@@ -195,7 +203,15 @@ def test_forwards_of_another_thread_are_not_captured():
 
 def test_layers_are_the_decoders_own():
     target = build()
+    target.config.num_layers = 2  # a field that its class does not know, as a config.json may have any
     assert decoder_layers(target) is target.model.layers
+
+
+def test_states_of_another_shape_are_refused_with_theirs():
+    """A config that tells of hyper-connections is not all that there may be."""
+    captured = CapturedStates(1, config=SimpleNamespace(hidden_size=4, hc_mult=2))
+    with pytest.raises(ValueError, match=r"states of shape \(1, 3, 16\) on; expected \(batch, tokens, 4\)"):
+        captured.append(0, torch.zeros(1, 3, 16))
 
 
 def test_a_model_without_such_layers_is_refused():
