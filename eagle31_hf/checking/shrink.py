@@ -80,7 +80,7 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
         lambda *_: WIDTH,
     ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
-    (r"linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
+    (r"o_groups|linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
     (r"linear_num_value_heads", HEADS),
     (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
     (r"mamba_d_ssm|attention_hidden_size", lambda *_: 2 * WIDTH),

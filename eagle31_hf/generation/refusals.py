@@ -114,7 +114,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
             not (isinstance(past_key_values, Cache) and is_recurrent(past_key_values))
             or (is_of_transformers(past_key_values) and not past_key_values.offloading),
             f"{CACHE} is a {kind} with recurrent states, which are not written as transformers' own classes write them,"
-            " or are offloaded; expected a DynamicCache of transformers itself, not offloaded, or none",
+            " or are offloaded; expected a DynamicCache of transformers itself, not offloaded, nor copied while a call"
+            " with a drafter ran, or none",
         ),
         (
             not (isinstance(past_key_values, Cache) and has_compressed(past_key_values) and past_key_values.offloading),

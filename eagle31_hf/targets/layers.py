@@ -38,9 +38,8 @@ def num_layers_of(config: PreTrainedConfig) -> int:
 def decoder_of(target: PreTrainedModel) -> nn.Module:
     """The part of a target that runs its layers."""
     found = target.get_decoder() if hasattr(target, "get_decoder") else target
-    return (
-        target.base_model if isinstance(found, nn.Linear) else found
-    )  # ModernBERT's get_decoder returns its output layer
+    is_head = found is target.get_output_embeddings()  # as ModernBERT calls its output layer
+    return target.base_model if is_head else found
 
 
 # Python modules whose hooks change nothing in a forward: our own, which act in those over their own call's cache, and

@@ -286,7 +286,7 @@ FAMILIES = {
     ),
     # recurrent, convolutional, hybrid
     **{name: of_recurrent(name, *kind) for name, kind in RECURRENT_FAMILIES.items()},
-    **{name: Family(*kind, tree=CHAINS) for name, kind in STREAMS.items()},
+    **{name: Family(*kind, **({"tree": CHAINS} if HAS_METHODS else ALWAYS_REFUSED)) for name, kind in STREAMS.items()},
     "DeepSeek-V4": Family(*COMPRESSED, tree=CHAINS, batch=NOT_DRAFTED),
     "MiniMax": Family(
         "MiniMaxConfig",

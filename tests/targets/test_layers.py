@@ -3,6 +3,7 @@
 B batch, T tokens, L layers, n captured states, ht target width.
 """
 
+import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -204,6 +205,17 @@ def test_forwards_of_another_thread_are_not_captured():
 def test_layers_are_the_decoders_own():
     target = build()
     target.config.num_layers = 2  # a field that its class does not know, as a config.json may have any
+    assert decoder_layers(target) is target.model.layers
+
+
+def test_the_decoder_is_not_the_head_that_goes_by_its_name():
+    """As of ModernBERT, an adapter's around it too."""
+    try:
+        target = copy.deepcopy(build_family("ModernBERT decoder", "eager"))
+    except NotThereError as reason:
+        pytest.skip(str(reason))
+    assert decoder_layers(target) is target.model.layers
+    target.decoder = nn.Sequential(target.decoder)
     assert decoder_layers(target) is target.model.layers
 
 
