@@ -20,11 +20,12 @@ CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|
 
 class Form(NamedTuple):
     """What a template reads: words as a string alone, or in parts alone; a call's arguments as JSON, else as an
-    object."""
+    object; beside a call without words "" or None."""
 
     strings: bool
     parts: bool
     json_arguments: bool
+    no_words: str | None
 
 
 _forms: WeakKeyDictionary[Any, dict[str, Form]] = WeakKeyDictionary()  # by tokenizer and template
@@ -58,7 +59,7 @@ def message_of(raw: str, words: str) -> dict[str, Any]:
     channels = dict(CHANNEL.findall(raw))
     if "final" in channels:
         return {"role": "assistant", "content": channels["final"], "thinking": channels.get("analysis", "")}
-    thoughts, mark, rest = words.rpartition(END_OF_THOUGHT)
+    thoughts, mark, rest = words.partition(END_OF_THOUGHT)
     if not mark:
         return {"role": "assistant", "content": words}
     thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHT).strip("\n")
@@ -75,16 +76,19 @@ def _form_of(tokenizer: Any, options: Mapping[str, Any]) -> Form:
             text = str(tokenizer.apply_chat_template(messages, **{**options, "tokenize": False, "return_dict": False}))
         return "" if any(mark in text for mark in MISREAD) else text
 
-    def reads(arguments: Any) -> bool:
+    def reads(arguments: Any, content: str | None) -> bool:
         call = {"id": "eagle0000", "type": "function", "function": {"name": "hunt", "arguments": arguments}}
-        text = rendered(PROBE, {"role": "assistant", "content": "", "tool_calls": [call]})
+        text = rendered(PROBE, {"role": "assistant", "content": content, "tool_calls": [call]})
         return all(word in text for word in ("prey", "fish"))
 
     in_words, in_parts = rendered(PROBE), rendered(parts_of(PROBE))
+    tried = ((content, form) for content in ("", None) for form in (ARGUMENTS, json.dumps(ARGUMENTS)))
+    no_words, arguments = next((each for each in tried if reads(each[1], each[0])), ("", ARGUMENTS))
     return Form(
         PROBE in in_words and in_parts != in_words,
         PROBE in in_parts and PROBE not in in_words,
-        not reads(ARGUMENTS) and reads(json.dumps(ARGUMENTS)),
+        isinstance(arguments, str),
+        no_words,
     )
 
 
@@ -93,10 +97,11 @@ def _in_form(message: dict[str, Any], form: Form) -> dict[str, Any]:
         calls = [_with_arguments(call, form.json_arguments) for call in message["tool_calls"]]
         message = message | {"tool_calls": calls}
     content = message.get("content")
-    if content is None:  # as an answer has it that is nothing but calls
-        return message | {"content": ""}
+    if content is None or (not content and message.get("tool_calls")):  # nothing but calls
+        return message | {"content": form.no_words}
     if form.strings and isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
-        return message | {"content": " ".join(part["text"] for part in content)}  # as transformers' server joins them
+        between = "" if message.get("role") == "assistant" else " "  # as transformers' server joins what is asked
+        return message | {"content": between.join(part["text"] for part in content)}
     return in_form_of_parts(message) if form.parts else message
 
 
@@ -106,8 +111,9 @@ def _with_arguments(call: Mapping[str, Any], as_json: bool) -> Mapping[str, Any]
     given = function.get("arguments") if isinstance(function, Mapping) else None
     arguments = given
     if isinstance(given, str) and not as_json:
-        with suppress(ValueError, RecursionError):  # what is no JSON stays as it is
-            arguments = json.loads(given)
+        with suppress(ValueError, RecursionError):  # what is no object stays as it is
+            found = json.loads(given)
+            arguments = found if isinstance(found, Mapping) else given
     elif isinstance(given, Mapping) and as_json:
         arguments = json.dumps(given, ensure_ascii=False)
     if arguments is given:

@@ -6,7 +6,7 @@ are. Caches whose layers are of other kinds keep them, and can only append and c
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -317,7 +317,8 @@ class Appended:
             if state:
                 _put_back(layer, state)
             elif isinstance(layer, CacheLayerMixin):
-                crop_keys(layer, layer.get_seq_length() - self.length)
+                with suppress(ValueError):  # of one that compresses, where the caller ran the target over its cache
+                    crop_keys(layer, layer.get_seq_length() - self.length)
 
 
 _appended: WeakKeyDictionary[Cache, Appended] = WeakKeyDictionary()  # of caches in use

@@ -56,7 +56,7 @@ class Recorder:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes tokens of the last forward back. `tokens_to_remove` is 0 or, as in transformers, negative. Raises
-        ValueError where that forward had not so many."""
+        ValueError where that forward had not so many, or was the prompt's."""
         if not (tokens_to_remove or self.is_undone):
             return
         length = 0 if self.before is None else self.before["cumulative_length"]

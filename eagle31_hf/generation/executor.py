@@ -32,8 +32,8 @@ from .unread_states import UnreadStates
 class OutputCollector:
     """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or
     rows keep step; where attentions are asked for nothing is drafted.) `shared`: the layers whose keys the last ones
-    read, one for each of these; `are_streams_first`: whether hidden states may be
-    (streams, B, T, ht).
+    read, one for each of these; `are_streams_first`: whether hidden states may be of
+    shape (streams, B, T, ht).
 
     `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain
     generate.

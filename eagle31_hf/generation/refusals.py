@@ -119,7 +119,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: b
         ),
         (
             not (isinstance(past_key_values, Cache) and has_compressed(past_key_values) and past_key_values.offloading),
-            f"{CACHE} is offloaded and compresses keys; expected one that stays on the target's device",
+            f"{CACHE} is offloaded and compresses keys; expected one that stays on the target's device (nor"
+            " cache_implementation='offloaded')",
         ),
     )
     check_rules(rules)

@@ -44,8 +44,8 @@ NAMED_SETS = {
 # Stands in SPEED-Bench in place of prompts that have another licence; NVIDIA's prepare_data.py (Model-Optimizer,
 # examples/specdec_bench) fetches these, and its files can be read here.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-ASKED = ("turns", *QUESTIONS)  # columns that ask something
-BESIDE = ("tools", "images", "image", *SYSTEM_COLUMNS)  # columns that belong to it
+ASKED = ("prompt", "question", "turns", *QUESTIONS)  # columns that ask something, the first that is filled
+BESIDE = ("images", "image", *SYSTEM_COLUMNS)  # columns that belong to it
 EMPTY, OVER_LONG = "empty prompt", "over-long prompt"
 # how a report says what `Prompts.lengthened` makes
 LENGTHENED = (
@@ -117,7 +117,9 @@ def source_of(record: Record) -> Source:
         raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
     if isinstance(turns[0], str) and PLACEHOLDER in turns[0]:
         raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
-    source = _asked(question_of({**record, name: turns[0]}, name), {other: record.get(other) for other in BESIDE})
+    beside = {other: record.get(other) for other in BESIDE}
+    beside["tools"] = None if pair_of(record) is None else record.get("tools")
+    source = _asked(question_of({**record, name: turns[0]}, name), beside)
     later = tuple(turn for turn in turns[1:] if isinstance(turn, str) and turn)
     return replace(source, later=later) if turns[1:] else source
 

@@ -194,8 +194,10 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     """Returns a part of a message that is text as {"type": "text"} with its text, one that is an image as {"type":
     "image"} with its `Picture`, if it says which image it is."""
     kind = str(part.get("type", "text"))  # "input_text" of one API, "output_text" of another
+    if kind in ("text", "input_text", "output_text"):
+        return part | {"type": "text", "text": part.get("text") or ""}  # templates leave out other types
     if kind.endswith("text"):
-        return part | {"type": "text"}  # templates leave out others
+        return part
     if kind not in IMAGE_PARTS:
         raise Skipped("holds more than text", f"content holds a part of type {SHORT.repr(kind)}; {ONLY_TEXT}")
     name = next((name for name in SOURCES if name in part), None)
@@ -279,23 +281,28 @@ def is_filled(value: Any) -> bool:
 
 
 def question_of(record: Record, name: str) -> list[Any]:
-    """Returns the messages that ask what a record's column of QUESTIONS asks: as they are, or made of its words. These
-    follow the text that they are about (`context`), and are followed by the choices of an answer and an instruction's
-    input. Images beside them for which they have no PLACE go first."""
+    """Returns the messages that ask what a record's column of QUESTIONS asks: those that it has, as they are, or one
+    made of its words. These follow the text, or texts, that they are about (`context`), and are followed by the choices
+    of an answer and an instruction's input. Images beside them for which they have no PLACE go first."""
     asked = record[name]
     if isinstance(asked, list | tuple):
         return list(asked)
     choices = [f"({letter}) {record[f'choice_{letter}']}" for letter in "ABCD" if record.get(f"choice_{letter}")]
-    context, behind = record.get("context") or "", record.get("input") if name == "instruction" else ""
+    context = record.get("context") or ""
+    if isinstance(context, list | tuple) and all(isinstance(text, str) for text in context):
+        context = "\n\n".join(context)
+    behind = _string(record.get("input") or "", "input") if name == "instruction" else ""
     words = "\n".join([_string(asked, name), *choices])
-    words = "\n\n".join(filter(None, (_string(context, "context"), words, _string(behind or "", "input"))))
+    words = "\n\n".join(filter(None, (context if isinstance(context, str) else "", words, behind)))
     return [{"role": "user", "content": PLACE * (len(images_beside(record)) - words.count(PLACE)) + words}]
 
 
 def pair_of(record: Record) -> tuple[str, str] | None:
-    """Returns the columns of a record's question and answer, None where it has not both."""
-    pair = [next((name for name in names if is_filled(record.get(name))), None) for names in (QUESTIONS, ANSWERS)]
-    return (pair[0], pair[1]) if pair[0] and pair[1] else None
+    """Returns the columns of a record's question and answer: the first of PAIRS that are both filled, or else both
+    there; None where there are none."""
+    there = [pair for pair in PAIRS if all(record.get(name) is not None for name in pair)]
+    filled = [pair for pair in there if all(is_filled(record[name]) for name in pair)]
+    return next(iter(filled or there), None)
 
 
 def _answered(record: Record, asked: str, answer: str) -> Chat:
@@ -304,9 +311,21 @@ def _answered(record: Record, asked: str, answer: str) -> Chat:
     return _chat(record, [*question_of(record, asked), *said], asked)
 
 
-# as published sets name them; the first that is filled counts
-QUESTIONS = ("prompt", "question", "instruction", "query", "inputs", "problem")
-ANSWERS = ("completion", "response", "output", "answer", "targets", "solution")
+# Columns of a question and its answer, as published sets name them. A `prompt` may be all of a formatted text, and an
+# `answer` the bare result beside a `solution`.
+PAIRS = (
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "response"),
+    ("problem", "solution"),
+    ("question", "solution"),
+    ("question", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("inputs", "targets"),
+)
+QUESTIONS = tuple(dict.fromkeys(question for question, _ in PAIRS))
 # other columns that tell the kind of a record, before those of a question; `text` is after them
 KINDS: dict[str, Callable[[Record], Chat | str | Tokens]] = {
     "input_ids": tokens_of,
@@ -330,16 +349,17 @@ def parse_record(record: Record, others: Iterable[str] = (), no_images: str | No
 
 
 def _parsed(record: Record, others: Iterable[str]) -> Chat | str | Tokens:
-    for name, read in KINDS.items():
-        if record.get(name) is not None:
-            return read(record)
+    there = [name for name in KINDS if record.get(name) is not None]
+    filled = [name for name in there if is_filled(record[name])]
     pair = pair_of(record)
+    if filled or (there and pair is None):
+        name = (filled or there)[0]
+        return KINDS[name](record)
     if pair is not None:
         return _answered(record, *pair)
     if record.get("text") is not None:
         return _string(record["text"], "text")
     found = sorted(name for name, value in record.items() if value is not None)
     names = SHORT.repr(found) if len(found) > 8 else ", ".join(found) or "nothing"
-    pairs = f"one of {', '.join(QUESTIONS)} with one of {', '.join(ANSWERS)}"
-    kinds = "; ".join([*KINDS, pairs, "text", *others])
+    kinds = "; ".join([*KINDS, *map(" and ".join, PAIRS), "text", *others])
     raise Skipped("of no known kind", f"a record has {names}; expected one of: {kinds}.")

@@ -41,6 +41,9 @@ FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
 Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
 
 
+READER = 2  # of records: another number where they are read otherwise, so that what is cached is made anew
+
+
 @dataclass
 class TrainingData:
     """Examples to train on, examples to evaluate on (None: there are none), and the facts that training.json keeps of
@@ -139,7 +142,7 @@ class ExampleReader:
                 self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
                 weights_fingerprint(self.target, values=False),
                 repr(stop_ids(self.target, self.tokenizer)),
-                __version__,
+                f"{__version__}, {READER}",
             )
             cached = self._writable(digest(*made_of)[:16])
             with folder_lock(cached, required=False):

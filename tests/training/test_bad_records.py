@@ -10,7 +10,7 @@ import torch
 from factories import target as build_target
 from letters import build_tokenizer, maker_of
 
-from eagle31_hf.training.kinds import ANSWERS, KINDS, QUESTIONS
+from eagle31_hf.training.kinds import KINDS, PAIRS
 from eagle31_hf.training.preparation_options import PreparationOptions
 from eagle31_hf.training.prepare import prepare_data
 from eagle31_hf.training.records import read_records
@@ -226,7 +226,7 @@ SCALARS = [
     *("", "a", "abcdefgh", "k", "bad", "xyz", "\ud800", "\x00", "user", "assistant", "text", "é", "a" * 99),
 ]
 FIELDS = [
-    *sorted({*KINDS, *QUESTIONS, *ANSWERS, "text"}),
+    *sorted({*KINDS, *(name for pair in PAIRS for name in pair), "text"}),
     *("answers", "labels", "loss_mask", "assistant_masks", "tools", "role", "content", "from", "value", "tool_calls"),
     *("input", "type", "\udfff"),
 ]

@@ -276,7 +276,11 @@ def test_identity_is_of_the_contents(tmp_path):
         ({"question": "a", "answer": "b"}, [ASKED, SAID]),
         ({"query": "a", "response": "b"}, [ASKED, SAID]),
         ({"inputs": "a", "targets": "b"}, [ASKED, SAID]),
-        ({"problem": "a", "solution": "b", "answer": ""}, [ASKED, SAID]),
+        ({"prompt": "a formatted: b", "instruction": "a", "input": "", "output": "b"}, [ASKED, SAID]),
+        ({"question": "a", "answer": "b", "context": {"title": ["c"]}}, [ASKED, SAID]),
+        ({"question": "a", "answer": "b", "context": ["x", "y"]}, [{"role": "user", "content": "x\n\ny\n\na"}, SAID]),
+        ({"messages": [], "prompt": "a", "completion": "b"}, [ASKED, SAID]),
+        ({"problem": "a", "solution": "b", "answer": "4"}, [ASKED, SAID]),
         ({"question": "a", "answer": "", "response": "b", "text": "c"}, [ASKED, SAID]),
         ({"system_prompt": "s", "question": "a", "response": "b"}, [{"role": "system", "content": "s"}, ASKED, SAID]),
         ({"system": "s", "conversations": [ASKED, SAID]}, [{"role": "system", "content": "s"}, ASKED, SAID]),
@@ -341,7 +345,6 @@ def test_tokens(answers):
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"question": "a", "context": {"b": "c"}, "answer": "b"}, r"context is \{'b': 'c'\}; expected text"),
         ({"title": "a", "answer": "b"}, "a record has answer, title; expected one of: input_ids; messages;"),
         ({"text": None}, "a record has nothing; expected"),
         ({"input_ids": [1]}, "a row has input_ids; expected input_ids and one of answers, loss_mask"),
