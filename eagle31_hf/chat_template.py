@@ -20,12 +20,11 @@ CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|
 
 class Form(NamedTuple):
     """What a template reads: words as a string alone, or in parts alone; a call's arguments as JSON, else as an
-    object; beside a call without words "" or None."""
+    object."""
 
     strings: bool
     parts: bool
     json_arguments: bool
-    no_words: str | None
 
 
 _forms: WeakKeyDictionary[Any, dict[str, Form]] = WeakKeyDictionary()  # by tokenizer and template
@@ -76,19 +75,16 @@ def _form_of(tokenizer: Any, options: Mapping[str, Any]) -> Form:
             text = str(tokenizer.apply_chat_template(messages, **{**options, "tokenize": False, "return_dict": False}))
         return "" if any(mark in text for mark in MISREAD) else text
 
-    def reads(arguments: Any, content: str | None) -> bool:
+    def reads(arguments: Any) -> bool:
         call = {"id": "eagle0000", "type": "function", "function": {"name": "hunt", "arguments": arguments}}
-        text = rendered(PROBE, {"role": "assistant", "content": content, "tool_calls": [call]})
+        text = rendered(PROBE, {"role": "assistant", "content": "", "tool_calls": [call]})
         return all(word in text for word in ("prey", "fish"))
 
     in_words, in_parts = rendered(PROBE), rendered(parts_of(PROBE))
-    tried = ((content, form) for content in ("", None) for form in (ARGUMENTS, json.dumps(ARGUMENTS)))
-    no_words, arguments = next((each for each in tried if reads(each[1], each[0])), ("", ARGUMENTS))
     return Form(
         PROBE in in_words and in_parts != in_words,
         PROBE in in_parts and PROBE not in in_words,
-        isinstance(arguments, str),
-        no_words,
+        not reads(ARGUMENTS) and reads(json.dumps(ARGUMENTS)),
     )
 
 
@@ -97,8 +93,8 @@ def _in_form(message: dict[str, Any], form: Form) -> dict[str, Any]:
         calls = [_with_arguments(call, form.json_arguments) for call in message["tool_calls"]]
         message = message | {"tool_calls": calls}
     content = message.get("content")
-    if content is None or (not content and message.get("tool_calls")):  # nothing but calls
-        return message | {"content": form.no_words}
+    if content is None:  # as an answer has it that is nothing but calls, and as transformers' own rendering makes it
+        return message | {"content": ""}
     if form.strings and isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
         between = "" if message.get("role") == "assistant" else " "  # as transformers' server joins what is asked
         return message | {"content": between.join(part["text"] for part in content)}

@@ -249,18 +249,6 @@ def test_words_and_calls_reach_a_template_in_the_form_that_it_reads(make_tokeniz
         assert answers == [expected[1] + "<end>"]
 
 
-def test_calls_reach_a_template_that_tells_them_by_words_that_are_none(make_tokenizer):
-    """As DeepSeek-V3's, which writes no call beside words, be they empty."""
-    calls = "{% for c in m.tool_calls %}{{ c.function.arguments + '' }}{% endfor %}"
-    tokenizer = make_tokenizer()
-    content = "{% if m.content is none %}" + calls + "{% else %}{{ m.content }}{% endif %}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", content)
-    for content in (None, ""):
-        said = {"tool_calls": [{"function": {"name": "fn", "arguments": {"a": "b"}}}], "content": content}
-        chat = [{"role": "user", "content": "hi"}, {"role": "assistant"} | said]
-        assert examples_of(tokenizer, {"messages": chat})[0][1] == ['{"a": "b"}<end>']
-
-
 def test_tokenizers_that_cannot_place_marks():
     """Tokenizers written in Python do not know which letters a token is of."""
     tokenizer = ByT5Tokenizer(chat_template=TEMPLATES["marked"].replace("<end>", "</s>"))
