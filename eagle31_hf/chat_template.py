@@ -19,8 +19,8 @@ CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|
 
 
 class Form(NamedTuple):
-    """What a template reads: words as a string alone, or in parts alone; a call's arguments as JSON, else as an
-    object."""
+    """The form of messages that a template reads. `strings`: words as a string alone, `parts`: in parts alone;
+    `json_arguments`: a call's arguments as JSON, else as an object."""
 
     strings: bool
     parts: bool

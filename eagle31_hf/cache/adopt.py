@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from ..errors import DraftingRefusedError
 from .compressed import compresses, recording
 from .layer import DUMMY, CacheFullError, HybridSlotLayer, Placement, SlotLayer, slot_layers
-from .states import HAS_METHODS, crop_keys, holds_states, is_recurrent
+from .states import HAS_METHODS, attributes_of, crop_keys, holds_states, is_recurrent
 from .transfer import Commit, Mirrored
 
 # How a stock layer becomes a `SlotLayer` and gets its tokens back. Only these very classes: what derives from them
@@ -119,7 +119,7 @@ def slots(cache: Cache, limit: int) -> Iterator[Placement | None]:
         return
     placement = Placement()
     found = cache.layers
-    states = [(layer, _state(layer)) for layer in found if holds_states(layer)]
+    states = [(layer, attributes_of(layer)) for layer in found if holds_states(layer)]
     replicated = cache.layer_class_to_replicate
     cache.layers = [
         layer if type(layer) in KEYLESS else ADOPTED[type(layer)][0](layer, placement, limit) for layer in found
@@ -298,7 +298,7 @@ class Appended:
 
     def __init__(self, cache: Cache):
         self.layers = cache.layers
-        self.states = [_state(layer) for layer in self.layers]
+        self.states = [attributes_of(layer) for layer in self.layers]
         self.length = 0  # tokens that were accepted
 
     def accept(self) -> None:
@@ -306,7 +306,9 @@ class Appended:
         transformers cannot say later how much of it there was."""
         attention = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         self.length = attention[0].get_seq_length() if attention else 0
-        self.states = [{} if layer in attention or holds_states(layer) else _state(layer) for layer in self.layers]
+        self.states = [
+            {} if layer in attention or holds_states(layer) else attributes_of(layer) for layer in self.layers
+        ]
         for layer in filter(compresses, self.layers):
             layer.accept()
 
@@ -328,18 +330,6 @@ def _put_back(layer: Any, state: dict[str, Any]) -> None:
     """Gives a stock layer the attributes that it had."""
     vars(layer).clear()
     vars(layer).update(state)
-
-
-def _state(layer: Any) -> dict[str, Any]:
-    """The attributes of a stock layer, to go back to. Of its tensors only states are copied: a forward writes to them,
-    while layers that can be cropped make new ones, with `record_past` set."""
-    copied = holds_states(layer)
-    return {
-        name: {key: one.clone() if copied and isinstance(one, Tensor) else one for key, one in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in vars(layer).items()
-    }
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
+from .states import attributes_of
+
 # Methods by which a forward writes to a layer: keys; states to be compressed; what the next window needs of the last
 # one; compressed keys.
 KEYS = "update"
@@ -52,7 +54,7 @@ class Recorder:
 
     def accept(self) -> None:
         """Keeps all that the layer holds: what is taken back later is of forwards from now on."""
-        self.before, self.calls = copied(vars(self.layer)), []
+        self.before, self.calls = attributes_of(self.layer), []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes tokens of the last forward back. `tokens_to_remove` is 0 or, as in transformers, negative. Raises
@@ -67,7 +69,8 @@ class Recorder:
                 " what a layer has compressed before cannot be undone."
             )
         self.is_undone = True
-        vars(self.layer).update(copied(self.before))
+        vars(self.layer).update(self.before)
+        self.before = attributes_of(self.layer)  # its dicts are the layer's own now
         self._give(num_kept)
         self.is_undone = False
 
@@ -94,11 +97,6 @@ class Recorder:
             found = getattr(type(self.layer), method)(self.layer, *given)
             if method == UNCOMPRESSED:
                 num_windows[args[0]] = found[0].shape[1] // self.layer.compress_rate
-
-
-def copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a layer's attributes, to go back to; its dicts are copied, as they are written to."""
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in attributes.items()}
 
 
 @contextmanager

@@ -52,6 +52,18 @@ def crop_keys(layer: Any, tokens_to_remove: int) -> None:
         of_keys.crop(layer, -tokens_to_remove)  # type: ignore[attr-defined]
 
 
+def attributes_of(layer: Any) -> dict[str, Any]:
+    """Returns the attributes of a stock layer, to go back to; its dicts are copied. Of its tensors only states are: a
+    forward writes to them, while other layers that can be cropped make new ones."""
+    has_states = holds_states(layer)
+    return {
+        name: {key: one.clone() if has_states and isinstance(one, Tensor) else one for key, one in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(layer).items()
+    }
+
+
 class StateArena:
     """The states of R rows at addresses that stay from call to call, as captured rounds need them; a `Scratch` reads
     them as it reads a cache's. The first rows are a cache's sequences, the others are idle."""

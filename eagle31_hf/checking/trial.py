@@ -239,7 +239,7 @@ class Trial:
         wrong = difference(ours, alone)
         if wrong:
             return DIFFERENT, wrong
-        if not any(stats.drafted_per_position):
+        if has_two and not any(stats.drafted_per_position):
             return OTHERWISE, "nothing is drafted for padded prompts"
         if stats.kinds[LOCK_STEP] or (drafting is TREE and not stats.kinds[TREES]):
             how = "rows keep step, in chains" if stats.kinds[LOCK_STEP] else "chains instead of trees"

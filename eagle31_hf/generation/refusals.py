@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     Cache,
     DynamicCache,
@@ -72,15 +72,16 @@ def check_request(
         (config.assistant_ensemble_weight is None, "assistant_ensemble_weight makes the output lossy; expected None"),
     )
     check_rules(rules)
-    is_encoder = f"{type(target).__name__} is an encoder, whose tokens see later ones; expected a decoder"
-    check_rules([(not _sees_later_tokens(target), f"{is_encoder}: load it with is_decoder=True")])
+    layers = decoder_layers(target)
+    seeing = f"{type(target).__name__} is an encoder, whose tokens see later ones"
+    check_rules([(not _is_of_encoder(layers[0]), f"{seeing}; expected a decoder: load it with is_decoder=True")])
     drafter.load_target_embeddings(target)
-    drafter.config.resolve_layer_ids(len(decoder_layers(target)))
+    drafter.config.resolve_layer_ids(len(layers))
 
 
-def _sees_later_tokens(target: PreTrainedModel) -> bool:
-    """Returns whether a target's layers attend to later tokens, as BERT's do unless loaded with `is_decoder=True`."""
-    return any(getattr(module, "is_decoder", None) is False for module in decoder_layers(target).modules())
+def _is_of_encoder(layer: nn.Module) -> bool:
+    """Returns whether a layer attends to later tokens, as BERT's do unless loaded with `is_decoder=True`."""
+    return any(getattr(module, "is_decoder", None) is False for module in layer.modules())
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:

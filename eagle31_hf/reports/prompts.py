@@ -106,10 +106,11 @@ def source_of(record: Record) -> Source:
     """Makes a prompt of a record of training data, of which what the target would answer is left out, or of one that
     has nothing but a question or token ids. Raises Skipped for any other."""
     columns = sorted((name for name in ASKED if name in record), key=lambda name: not is_filled(record[name]))
-    is_text = is_filled(record.get("text")) and pair_of(record) is None
+    pair = pair_of(record)
+    is_text = is_filled(record.get("text")) and pair is None
     if is_text or not columns or any(is_filled(record.get(name)) for name in KINDS):
         return _without_answer(record)
-    name = columns[0]
+    name = pair[0] if pair is not None and is_filled(record[pair[0]]) else columns[0]
     asked = record[name]
     turns = asked if isinstance(asked, list) and asked and isinstance(asked[0], str) else [asked]
     check_text(turns)
@@ -117,8 +118,7 @@ def source_of(record: Record) -> Source:
         raise Skipped(EMPTY, f"the column {name!r} is empty; expected a question.")
     if isinstance(turns[0], str) and PLACEHOLDER in turns[0]:
         raise Skipped("placeholder", "stands for a prompt that is not in the dataset; NVIDIA's script fetches it.")
-    beside = {other: record.get(other) for other in BESIDE}
-    beside["tools"] = None if pair_of(record) is None else record.get("tools")
+    beside = {other: record.get(other) for other in BESIDE} | {"tools": record.get("tools") if pair else None}
     source = _asked(question_of({**record, name: turns[0]}, name), beside)
     later = tuple(turn for turn in turns[1:] if isinstance(turn, str) and turn)
     return replace(source, later=later) if turns[1:] else source

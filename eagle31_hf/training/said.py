@@ -1,4 +1,5 @@
-"""What a chat says after a prompt, under templates that render the answered chat otherwise than the prompt."""
+"""Finds the text of an answer after its prompt, under templates that render the answered chat otherwise than the prompt
+as it is served."""
 
 from collections.abc import Callable
 from typing import Any

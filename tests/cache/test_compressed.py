@@ -157,6 +157,23 @@ def test_after_an_error_while_tokens_are_taken_back_the_accepted_ones_are_there(
     assert_same_layers(cache, plain, compresses)
 
 
+def test_an_error_of_the_caller_s_is_not_hidden(target):
+    """It read tokens of its own over the cache meanwhile, more than can be taken back."""
+    cache = DynamicCache(config=target.config)
+    ids = torch.arange(9).expand(BATCH, -1)
+
+    def draft():
+        with adopt.slots(cache, 0):
+            read(target, cache, ids[:, :4])
+            adopt.crop(cache, 0)
+            read(target, cache, ids[:, 4:7])
+            read(target, cache, ids[:, 7:])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draft()
+
+
 def test_an_offloaded_cache_is_refused(target):
     """Between two forwards its keys are elsewhere than what is to be given again."""
     past = {CACHE: DynamicCache(config=target.config, offloading=True)}

@@ -107,11 +107,21 @@ ANSWERS = {
     families.LOSSLESS: "works",
     families.CHAINS: "works otherwise",
     families.IN_STEP: "works otherwise",
+    families.NOT_DRAFTED: "works otherwise",
     families.REFUSED: "refused",
 }
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
-# Of a kind each: trees, chains only by what logits say and by layer types, several states a token, refused.
-OF_A_KIND = ("Gemma3 multimodal, window", "MPT, faint alibi", "LFM2", "Gemma3n text", "RecurrentGemma")
+# Of a kind each: trees, chains only by what logits say, by layer types and by positions that are dropped, several
+# states a token, padding that is not drafted for, refused.
+OF_A_KIND = (
+    "Gemma3 multimodal, window",
+    "MPT, faint alibi",
+    "LFM2",
+    "Exaone4.5 multimodal",
+    "Gemma3n text",
+    "DeepSeek-V4",
+    "RecurrentGemma",
+)
 
 
 def write(folder: Path, config: dict) -> str:
@@ -156,6 +166,8 @@ def test_what_it_says_of_a_family_is_what_the_families_table_finds(name):
     assert report.works == (family.chain != families.REFUSED)
     for way, word in words.items():
         assert word == families.LOSSLESS or report[way].text, "a reason"
+        assert "None" not in report[way].text
+    assert (words["batch"] == families.NOT_DRAFTED) == ("nothing is drafted" in report["batch"].text)
 
 
 def test_a_large_config_becomes_small_and_keeps_its_kinds():

@@ -92,7 +92,8 @@ OUTPUTS: dict[str, Case] = {
     },
     "attentions": undrafted(stop="end"),
     "attentions that sdpa does not return": undrafted(("llama",), attention="sdpa"),
-    "attentions of some layers": undrafted(("LFM2", "Gemma4 text, shared keys", "Gemma3n text")),
+    "attentions of some layers": undrafted(("LFM2", "Gemma4 text, shared keys", "Gemma3n text", "DeepSeek-V4")),
+    "states of several streams": case(("Gemma3n text", "GLM5-Next"), outputs="states"),
     "attentions over a static cache": undrafted(("qwen3", "mistral_window_8"), cache="conversation, static"),
     "attentions in chunks": undrafted(("qwen3", "mistral_window_8"), cache="chunks"),
 }

@@ -204,6 +204,9 @@ def test_records_are_read_as_training_reads_them(chats, tmp_path, monkeypatch):
     (asked,) = prompts_of([openorca], chats, tmp_path).sources
     assert [message["content"] for message in asked.chat.messages] == ["Be brief.", "why?"]
     assert asked.chat.messages == parse_record(openorca).messages[:-1]
+    formatted = {"prompt": "Add one to 2. ### Answer: 3", "instruction": "Add one.", "input": "2", "output": "3"}
+    assert texts(prompts_of([formatted], chats, tmp_path)) == ["<user>Add one.\n\n2<answer>"]
+    assert texts(prompts_of([{"prompt": "why?", "tools": "a file"}], chats, tmp_path)) == ["<user>why?<answer>"]
     stored = {"input_ids": torch.tensor([1, 2, 3, 4]), "answers": torch.tensor([False, False, True, True])}
     assert source_of(stored).ids.tolist() == [1, 2]
 

@@ -100,6 +100,8 @@ RECORDS = [
     ({"conversations": [{"from": "human", "value": 5}]}, "content is no text"),
     ({"conversations": [{"from": "human", "value": None}]}, "no answer"),
     ({"prompt": 5, "completion": "abc"}, "prompt is no text"),
+    ({"question": "abc", "answer": ""}, "no answer"),
+    ({"instruction": "abc", "output": "", "text": "abc"}, "no answer"),
     ({"prompt": "abc", "completion": {}}, "completion is no text"),
     ({"prompt": "abc", "response": 5.0}, "response is no text"),
     ({"prompt": "abc", "completion": [5]}, "a message without role and content"),

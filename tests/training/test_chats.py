@@ -6,6 +6,7 @@ from letters import maker_of
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from eagle31_hf.chat_template import as_read
 from eagle31_hf.training.chats import RENDERINGS
 from eagle31_hf.training.loss_mask import loss_mask
 from eagle31_hf.training.skipped import Skipped
@@ -247,6 +248,14 @@ def test_words_and_calls_reach_a_template_in_the_form_that_it_reads(make_tokeniz
         ((text, answers),) = examples_of(tokenizer, {"messages": [ask, call]})
         assert text.startswith(f"<im>user\n{expected[0]}<end>")
         assert answers == [expected[1] + "<end>"]
+
+
+def test_what_is_said_in_parts_is_one_text_and_arguments_that_are_no_object_stay(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML.replace("m.content", "'' + m.content")
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fn", "arguments": '"a"'}}]}
+    assert as_read(tokenizer, [said, calls], {}) == [said | {"content": "ab"}, calls]
 
 
 def test_tokenizers_that_cannot_place_marks():

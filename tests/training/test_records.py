@@ -87,6 +87,8 @@ def test_the_tokens_of_stores_are_records(target, tokenizer, tmp_path):
 def test_parts_of_text_are_text_whatever_their_api_calls_them(kind):
     record = {"messages": [ASKED | {"content": [{"type": kind, "text": "a"}]}, SAID]}
     assert parse_record(record).messages[0]["content"] == [{"type": "text", "text": "a"}]
+    thought = {"type": "reasoning_text", "text": "a"}
+    assert parse_record({"messages": [ASKED | {"content": [thought]}, SAID]}).messages[0]["content"] == [thought]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_a_chat_ends_with_an_answer_that_was_cut(make_target, tokenizer):
     ("words", "message"),
     [
         ("<think>a b</think>\n\nc", {"content": "c", "reasoning_content": "a b"}),
+        ("a</think>b</think>", {"content": "b</think>", "reasoning_content": "a"}),
         ("a</think>c", {"content": "c", "reasoning_content": "a"}),  # the template begins the thought
         ("c d", {"content": "c d"}),
         (
