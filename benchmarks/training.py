@@ -33,7 +33,8 @@ WAYS = {"computed again": True, "kept": False}  # activations of the unroll; the
 class Step:
     """Training steps over one packed row of `tokens`; `seconds` of every part, step by step."""
 
-    def __init__(self, target: PreTrainedModel, tokens: int, depth: int, recomputes: bool):
+    def __init__(self, target: PreTrainedModel, tokens: int, depth: int, recomputes: bool, texts: int = TEXTS):
+        self.texts = texts
         self.target, self.seconds = target, {part: list[float]() for part in PARTS}
         table: Any = target.get_input_embeddings()
         drafter: Any = new_drafter(target, torch.arange(min(DRAFT_VOCABULARY, len(table.weight) // 2)))
@@ -47,7 +48,7 @@ class Step:
 
     def run(self) -> None:
         device, tokens = self.ids.device, self.ids.shape[1]
-        texts = 1 + torch.arange(tokens, device=device)[None] * TEXTS // tokens
+        texts = 1 + torch.arange(tokens, device=device)[None] * self.texts // tokens
         states, last = self._timed("target", lambda: self.reader.read(self.ids, texts))
         batch = Batch(self.ids, torch.ones_like(texts, dtype=torch.bool), texts, states, last)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.target.dtype != torch.float32):

@@ -8,8 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from eagle31_hf.training.attention import first_mask
-from eagle31_hf.training.attention_ways import DENSE, EFFICIENT_CUDA, FLASH_CPU, FLASH_CUDA, WAYS, FirstKeys
+from eagle31_hf.training.attention_ways import DENSE, EFFICIENT_CUDA, FLASH_CPU, FLASH_CUDA, WAYS, FirstKeys, Seen
 
 from .inputs import Maker
 from .operations import real_sizes, timed
@@ -32,7 +31,7 @@ def attended(run: Run, way: str) -> Row:
     """Times a way of attending: milliseconds forward and backward, how fast it multiplies, and how far its gradient
     by the queries is from that of dense chunks."""
     inputs = [_inputs(run, seed) for seed in range(2)]
-    forward: list[Callable] = [partial(WAYS[way].forward, _seen_by(way, first)) for first, _ in inputs]
+    forward: list[Callable] = [partial(WAYS[way].forward, first) for first, _ in inputs]
     both: list[Callable] = [partial(_there_and_back, way, first, grad) for first, grad in inputs]
     figures = milliseconds(both, run.device)
     first, grad = inputs[0]
@@ -54,15 +53,8 @@ def _inputs(run: Run, seed: int) -> tuple[FirstKeys, Tensor]:
     make = Maker(size, run.dtype, run.device, seed)
     shape = 1, run.sizes.positions, size.heads, size.head_dim
     q, k, v, grad = (make.floats(*shape).transpose(1, 2) for _ in range(4))
-    mask = first_mask(run.sizes.positions, 0, None, run.device)[None, None]
-    return FirstKeys(q, k, v, mask, size.head_dim**-0.5, [(slice(None), slice(None))]), grad
-
-
-def _seen_by(way: str, first: FirstKeys) -> FirstKeys:
-    """Makes the keys of depth 0 as a way takes them: a kernel needs no mask."""
-    return first if way == DENSE else first._replace(mask=None)
+    return FirstKeys(q, k, v, size.head_dim**-0.5, Seen()), grad
 
 
 def _there_and_back(way: str, first: FirstKeys, grad: Tensor) -> Tensor:
-    first = _seen_by(way, first)
     return WAYS[way].backward(first, grad, *WAYS[way].forward(first))[0]

@@ -151,7 +151,7 @@ def _restore(stages: list[nn.Module]) -> None:
             del vars(stage)["forward"]
 
 
-class _StandIn:
+class StandIn:
     """The forward that stands in for a module's own."""
 
     stands_in = True  # for `decoder_layer.forward_of`
@@ -164,12 +164,12 @@ class _StandIn:
 
     def __reduce__(self) -> tuple:
         """A copy of the module, made meanwhile, runs its own forward."""
-        return _StandIn, (self.module,)
+        return StandIn, (self.module,)
 
     __call__ = own
 
 
-class _LayerForward(_StandIn):
+class _LayerForward(StandIn):
     """`follower`: the stage after a layer, where that takes a pair; `rows`: what runs few rows on a CPU."""
 
     def __init__(self, layer: Any, follower: nn.Module | None):
@@ -191,7 +191,7 @@ class _LayerForward(_StandIn):
         return self.own(states, *args, **kwargs)
 
 
-class _NormForward(_StandIn):
+class _NormForward(StandIn):
     """The final norm's."""
 
     def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:

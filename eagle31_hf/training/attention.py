@@ -1,8 +1,8 @@
 """Attention of the unroll: a position sees the keys of depth 0 up to itself, and of every later depth its own key
 alone.
 
-B sequences, H heads, S positions, D and V the widths of keys and values. The keys of depth 0 go through a kernel that
-never holds (S, S), but for windows; the later ones add one score a position each. Joined under one softmax they give
+B sequences, H heads, S positions, D and V the widths of keys and values. The keys of depth 0 go through what never holds
+(S, S), see `attention_ways`; the later ones add one score a position each. Joined under one softmax they give
 what a dense mask over the keys of all depths gives.
 """
 
@@ -14,18 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..diagnostics.attention_mass import attention_mass, key_weights
-from .attention_ways import DENSE, WAYS, FirstKeys, Span, way_of
+from .attention_ways import WAYS, FirstKeys, Seen, way_of
 from .documents import positions_of, runs
-
-
-def first_mask(num_positions: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns which keys of depth 0 the positions see at this depth: (S, S) bool.
-
-    A window counts tokens back from the query's own, which at depth k is k tokens after the chain's position.
-    """
-    positions = torch.arange(num_positions, device=device)
-    seen = positions[None, :] <= positions[:, None]
-    return seen if window is None else seen & (positions[None, :] > positions[:, None] + depth - window)
 
 
 class UnrollAttention:
@@ -37,11 +27,11 @@ class UnrollAttention:
     """
 
     def __init__(self, documents: Tensor | None = None, observe: Callable[["Attended"], None] | None = None):
-        self.documents = documents
         self.observe = observe
-        self.spans: list[Span] = [(slice(None), slice(None))]
+        self.seen = Seen()
         if documents is not None:
-            self.spans = [(slice(b, b + 1), slice(start, end)) for _, (b, start, end) in runs(documents)]
+            spans = [(slice(b, b + 1), slice(start, end)) for _, (b, start, end) in runs(documents)]
+            self.seen = Seen(documents, spans)
         self.depth = 0
         self._layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -53,26 +43,22 @@ class UnrollAttention:
         if self.depth == len(depths):
             depths.append((k, v))
         window = layer.sliding_window
-        seen = [*depths[: self.depth], (k, v)]
-        later = [pair for d, pair in enumerate(seen) if d > 0 and (window is None or self.depth - d < window)]
+        pairs = [*depths[: self.depth], (k, v)]
+        later = [pair for d, pair in enumerate(pairs) if d > 0 and (window is None or self.depth - d < window)]
         way = way_of(q, v, is_masked=window is not None)
-        mask = None
-        if way == DENSE:  # kernels read the spans of the texts
-            mask = first_mask(q.shape[2], self.depth, window, q.device)[None, None]
-            if self.documents is not None:
-                mask = mask & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
+        of_first = self.seen._replace(window=window, depth=self.depth)
         groups = q.shape[1] // k.shape[1]
-        flat = [x.repeat_interleave(groups, dim=1) for pair in (seen[0], *later) for x in pair]
-        out, lse = JoinedAttention.apply(q, mask, layer.scaling, self.spans, way, *flat)
+        flat = [x.repeat_interleave(groups, dim=1) for pair in (pairs[0], *later) for x in pair]
+        out, lse = JoinedAttention.apply(q, layer.scaling, of_first, way, *flat)
         if layer.layer_idx == 0 and self.observe is not None:
-            self.observe(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, mask))
+            self.observe(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, of_first))
         return out.transpose(1, 2)
 
 
 @dataclass
 class Attended:
     """One depth of layer 0: queries (B, H, S, D), log-sum-exp of their scores (B, H, S), keys of depth 0, and the
-    positions' later keys, each (B, H, S, D); `mask` (1 or B, 1, S, S) or None: causal within the texts."""
+    positions' later keys, each (B, H, S, D); `seen`: which keys of depth 0 they see."""
 
     depth: int
     queries: Tensor
@@ -80,7 +66,7 @@ class Attended:
     first_keys: Tensor
     later_keys: list[Tensor]
     scale: float
-    mask: Tensor | None
+    seen: Seen
 
 
 class MassObserver:
@@ -96,22 +82,20 @@ class MassObserver:
         self._masses: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def observe(self, seen: Attended) -> None:
+    def observe(self, attended: Attended) -> None:
         """Keeps the masses (B, S, 4) of one depth."""
-        keys = seen.first_keys
+        keys = attended.first_keys
         index = self.first.expand(keys.shape[0], -1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
 
         def weights(of: Tensor) -> Tensor:
-            return key_weights(seen.queries, of, seen.lse, seen.scale)
+            return key_weights(attended.queries, of, attended.lse, attended.scale)
 
         sink, own = weights(keys.gather(2, index)), weights(keys)
-        if seen.mask is not None:
-            mask = seen.mask.expand(keys.shape[0], 1, -1, -1)
-            sink = sink * mask.gather(3, index[:, :1, :, :1])[..., 0]
-            own = own * mask.diagonal(dim1=2, dim2=3)
+        sink = sink * attended.seen.in_window(self.positions, self.first)[:, None]
+        own = own * attended.seen.in_window(self.positions, self.positions)
         own = own * (self.first != self.positions)[:, None]  # a text's first key is its sink
-        made = sum((weights(key) for key in seen.later_keys), torch.zeros_like(own))
-        self._masses[seen.depth] = attention_mass(sink, own, made)
+        made = sum((weights(key) for key in attended.later_keys), torch.zeros_like(own))
+        self._masses[attended.depth] = attention_mass(sink, own, made)
 
     def of(self, depth: int, sequence: Tensor, position: Tensor) -> Tensor:
         """Returns the masses (N, 4) of the chains that begin at these sequences and positions, both (N,)."""
@@ -126,20 +110,10 @@ class JoinedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        q: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        spans: list[Span],
-        way: str,
-        k: Tensor,
-        v: Tensor,
-        *later: Tensor,
-    ):
+    def forward(ctx, q: Tensor, scale: float, seen: Seen, way: str, k: Tensor, v: Tensor, *later: Tensor):
         """Returns output (B, H, S, V) and log-sum-exp; `way`: one of WAYS; `later`: a key and a value of every depth
         but the first."""
-        out, lse = WAYS[way].forward(FirstKeys(q, k, v, mask, scale, spans))
+        out, lse = WAYS[way].forward(FirstKeys(q, k, v, scale, seen))
         if later:
             # (B, H, S, j)
             scores = torch.stack([(q.float() * key.float()).sum(-1) * scale for key in later[::2]], dim=-1)
@@ -148,8 +122,8 @@ class JoinedAttention(torch.autograd.Function):
             for i, value in enumerate(later[1::2]):
                 out = out + (scores[..., i] - joined).exp()[..., None] * value.float()
             out, lse = out.to(q.dtype), joined
-        ctx.save_for_backward(q, k, v, mask, out, lse, *later)
-        ctx.scale, ctx.spans = scale, spans
+        ctx.save_for_backward(q, k, v, out, lse, *later)
+        ctx.scale, ctx.seen = scale, seen
         ctx.way = way
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -157,8 +131,8 @@ class JoinedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor):
         """Gradients in the order of the arguments of `forward`."""
-        q, k, v, mask, out, lse, *later = ctx.saved_tensors
-        first = FirstKeys(q, k, v, mask, ctx.scale, ctx.spans)
+        q, k, v, out, lse, *later = ctx.saved_tensors
+        first = FirstKeys(q, k, v, ctx.scale, ctx.seen)
         grad_q, grad_k, grad_v = WAYS[ctx.way].backward(first, grad, out, lse)
         grad = grad.float()
         grads = list[Tensor]()
@@ -168,4 +142,4 @@ class JoinedAttention(torch.autograd.Function):
             by_score = (weight * ((grad * value.float()).sum(-1) - mean) * ctx.scale)[..., None]
             grad_q = grad_q + (by_score * key.float()).to(q.dtype)
             grads += [(by_score * q.float()).to(q.dtype), (weight[..., None] * grad).to(q.dtype)]
-        return grad_q, None, None, None, None, grad_k, grad_v, *grads
+        return grad_q, None, None, None, grad_k, grad_v, *grads

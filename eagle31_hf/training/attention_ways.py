@@ -6,7 +6,7 @@ grad @ out from these, and so find their share of the joint softmax (FlashAttent
 B sequences, H heads, S positions, D and V the widths of keys and values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -20,16 +20,42 @@ OLDEST_OF_FLASH = (8, 0)  # and of bf16
 Span = tuple[slice, slice]  # of sequences and of positions
 
 
+class Seen(NamedTuple):
+    """A rule of which keys of depth 0 the positions see: those up to themselves, within their text. `documents` (B, S)
+    has the numbers of packed texts, `spans` their places: kernels attend causally within each. A `window` counts tokens
+    back from the query's own, which at `depth` is so many tokens after its position: dense chunks alone know it."""
+
+    documents: Tensor | None = None
+    spans: Sequence[Span] = ((slice(None), slice(None)),)
+    window: int | None = None
+    depth: int = 0
+
+    def first_key(self, query: int) -> int:
+        """Returns the first key that any query from this position on sees."""
+        return 0 if self.window is None else max(0, query + self.depth - self.window + 1)
+
+    def in_window(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns whether queries see the keys at these positions, if they are of the same text."""
+        up_to = keys <= queries
+        return up_to if self.window is None else up_to & (keys > queries + self.depth - self.window)
+
+    def mask(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """Returns which of some keys some queries see: (1 or B, 1, queries, keys) bool."""
+        of_queries, of_keys = (torch.arange(span.start, span.stop, device=device) for span in (queries, keys))
+        mask = self.in_window(of_queries[:, None], of_keys)[None, None]
+        if self.documents is None:
+            return mask
+        return mask & (self.documents[:, None, queries, None] == self.documents[:, None, None, keys])
+
+
 class FirstKeys(NamedTuple):
-    """Queries (B, H, S, D) with the keys (B, H, S, D) and values (B, H, S, V) of depth 0. Dense chunks read `mask` (1
-    or B, 1, S, S), what each query sees; kernels read `spans`, within each of which they attend causally."""
+    """Queries (B, H, S, D) with the keys (B, H, S, D) and values (B, H, S, V) of depth 0, and what of them is seen."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
     scale: float
-    spans: list[Span]
+    seen: Seen
 
 
 class Way(NamedTuple):
@@ -112,14 +138,14 @@ def by_text(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..
         q, v = first.q, first.v
         out = torch.empty_like(q if q.shape == v.shape else v)  # as the queries lie: heads of a position side by side
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        for sequences, positions in first.spans:
+        for sequences, positions in first.seen.spans:
             part = (x[sequences, :, positions] for x in first[:3])
             out[sequences, :, positions], lse[sequences, :, positions] = forward(*part, first.scale)
         return out, lse
 
     def grads_of_texts(first: FirstKeys, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         grads = tuple(torch.empty_like(x) for x in first[:3])
-        for sequences, positions in first.spans:
+        for sequences, positions in first.seen.spans:
             part = (x[sequences, :, positions] for x in (grad, *first[:3], out, lse))
             for whole, new in zip(grads, backward(*part, first.scale), strict=True):
                 whole[sequences, :, positions] = new
@@ -130,11 +156,10 @@ def by_text(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..
 
 def _dense(first: FirstKeys) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
-    for start in range(0, first.q.shape[2], QUERIES_AT_ONCE):
-        end = start + QUERIES_AT_ONCE  # keys further on are not seen
-        scores = _scores(first, start)
+    for queries, keys in _chunks(first):
+        scores = _scores(first, queries, keys)
         lses.append(scores.logsumexp(-1).clamp(min=-1e30))  # a window may have left no key of depth 0
-        outs.append((scores - lses[-1][..., None]).exp().to(first.v.dtype) @ first.v[:, :, :end])
+        outs.append((scores - lses[-1][..., None]).exp().to(first.v.dtype) @ first.v[:, :, keys])
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
@@ -144,24 +169,29 @@ def _dense_backward(first: FirstKeys, grad: Tensor, out: Tensor, lse: Tensor) ->
     grad_k = torch.zeros_like(k, dtype=torch.float32)
     grad_v = torch.zeros_like(v, dtype=torch.float32)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
-    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        end = start + QUERIES_AT_ONCE
-        weights = (_scores(first, start) - lse[:, :, start:end, None]).exp()
-        grad_v[:, :, :end] += weights.to(v.dtype).mT @ grad[:, :, start:end]
-        by_score = (grad[:, :, start:end] @ v[:, :, :end].mT).float() - mean[:, :, start:end]
+    for queries, keys in _chunks(first):
+        weights = (_scores(first, queries, keys) - lse[:, :, queries, None]).exp()
+        grad_v[:, :, keys] += weights.to(v.dtype).mT @ grad[:, :, queries]
+        by_score = (grad[:, :, queries] @ v[:, :, keys].mT).float() - mean[:, :, queries]
         by_score = (weights * by_score * first.scale).to(q.dtype)
-        grad_q[:, :, start:end] = by_score @ k[:, :, :end]
-        grad_k[:, :, :end] += by_score.mT @ q[:, :, start:end]
+        grad_q[:, :, queries] = by_score @ k[:, :, keys]
+        grad_k[:, :, keys] += by_score.mT @ q[:, :, queries]
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _scores(first: FirstKeys, start: int) -> Tensor:
-    """Returns the scores of QUERIES_AT_ONCE queries from `start` on with the keys up to the last of them, multiplied in
-    the queries' dtype, scaled in fp32: (B, H, queries, keys)."""
-    assert first.mask is not None
-    end = start + QUERIES_AT_ONCE
-    scores = (first.q[:, :, start:end] @ first.k[:, :, :end].mT).float() * first.scale
-    return scores.masked_fill(~first.mask[:, :, start:end, :end], float("-inf"))
+def _chunks(first: FirstKeys) -> Iterator[tuple[slice, slice]]:
+    """Yields QUERIES_AT_ONCE queries after the other, each with the keys that any of them sees."""
+    count = first.q.shape[2]
+    for start in range(0, count, QUERIES_AT_ONCE):
+        end = min(count, start + QUERIES_AT_ONCE)
+        yield slice(start, end), slice(min(start, first.seen.first_key(start)), end)
+
+
+def _scores(first: FirstKeys, queries: slice, keys: slice) -> Tensor:
+    """Returns the scores of queries with keys, multiplied in the queries' dtype, scaled in fp32: (B, H, queries,
+    keys)."""
+    scores = (first.q[:, :, queries] @ first.k[:, :, keys].mT).float() * first.scale
+    return scores.masked_fill(~first.seen.mask(queries, keys, scores.device), float("-inf"))
 
 
 FLASH_CPU, FLASH_CUDA = "flash, on a CPU", "flash, on a GPU"

@@ -62,26 +62,31 @@ def chunked_loss(
     drafter: Eagle31DrafterModel,
     target_at: Callable[[Tensor], TargetDistribution],
     with_guesses: bool = True,
-    bytes_at_once: int | None = None,
+    at_once: int | None = None,
 ) -> tuple[Tensor, PredictionFigures]:
     """Returns the sum over predictions of weight times distance, a scalar, and the figures of every prediction.
 
     `drafter`: scores the states; its head gets gradients where it requires any. `target_at`: indices of target states
-    (n,) -> the target's distributions there. `bytes_at_once`: of the draft logits of a chunk; by default what suits the
-    device.
+    (n,) -> the target's distributions there. `at_once`: predictions of a chunk; by default what suits the device.
     """
     states, unit = predictions.states, unit_of(predictions.weights)
     weights = predictions.weights / unit
-    order = predictions.at.argsort(stable=True)  # one target distribution serves all predictions compared with it
+    order = predictions.at.argsort(stable=True)
+    # One target distribution serves all predictions compared with it, which follow one another.
+    targets, target_of = predictions.at[order].unique_consecutive(return_inverse=True)
+    size = at_once or predictions_at_once(drafter.config, states, len(targets))
+    firsts = [
+        *(target_of[::size].tolist() or [0]),
+        len(targets) - 1,
+    ]  # of the chunks; the host waits here for all of them
     # Made before the first chunk, so that they do not lie between blocks of memory that all chunks use.
     figures = PredictionFigures.empty(states, with_guesses)
-    bytes_at_once = bytes_at_once or _bytes_at_once(states, drafter.config)
-    chunk_size = max(1, bytes_at_once // (4 * drafter.config.draft_vocab_size))
 
-    def loss_of(logits: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss of the predictions `chunk` (n,) and its gradient by their logits (n, Vd)."""
-        at, which = predictions.at[chunk].unique_consecutive(return_inverse=True)
-        target = target_at(at)
+    def loss_of(logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Returns the loss of the predictions of chunk i and its gradient by their logits (n, Vd)."""
+        chunk = order[i * size : (i + 1) * size]
+        target = target_at(targets[firsts[i] : firsts[i + 1] + 1])
+        which = target_of[i * size : (i + 1) * size] - firsts[i]
         losses, kept, is_right, by_logits = judged(mixture, logits.detach(), target, which, weights[chunk])
         figures.loss[chunk] = losses
         figures.acceptance[chunk] = kept
@@ -94,16 +99,19 @@ def chunked_loss(
         return weights[chunk] @ losses, by_logits
 
     trained = [parameter for parameter in drafter.get_output_embeddings().parameters() if parameter.requires_grad]
-    loss = _Chunked.apply(states, order, chunk_size, drafter.score, loss_of, torch.is_grad_enabled(), *trained)
+    loss = _Chunked.apply(states, order, size, drafter.score, loss_of, torch.is_grad_enabled(), *trained)
     return loss * unit, figures
 
 
-def _bytes_at_once(states: Tensor, config: Any) -> int:
-    """Returns the bytes of a chunk's draft logits that suit the device. On a CPU a chunk has as many predictions as a
-    state has entries, or more: each chunk adds to the head's gradient (Vd, h), which is as large as so many logits."""
-    if states.device.type != "cpu":
-        return BYTES_AT_ONCE * config.draft_vocab_size // (config.draft_vocab_size + config.vocab_size)
-    return min(max(CACHED_BYTES, 4 * config.draft_vocab_size * states.shape[1]), REUSED_BYTES)
+def predictions_at_once(config: Any, states: Tensor, num_targets: int) -> int:
+    """Returns how many of the predictions with states (N, h), compared with so many target distributions, make a chunk
+    that suits the device. Of a GPU's memory both fill a part. On a CPU a chunk has as many predictions as a state has
+    entries, or more: each chunk adds to the head's gradient (Vd, h), which is as large as so many logits."""
+    bytes_each = 4 * config.draft_vocab_size
+    if states.device.type == "cpu":
+        return max(1, min(max(CACHED_BYTES, bytes_each * states.shape[1]), REUSED_BYTES) // bytes_each)
+    bytes_of_targets = 4 * config.vocab_size * num_targets
+    return max(1, BYTES_AT_ONCE * len(states) // max(1, bytes_each * len(states) + bytes_of_targets))
 
 
 def unit_of(weights: Tensor) -> Tensor:
@@ -138,7 +146,7 @@ class _Chunked(torch.autograd.Function):
         ctx,
         states: Tensor,
         order: Tensor,
-        chunk_size: int,
+        size: int,
         score: Callable,
         loss_of: Callable,
         with_grad: bool,
@@ -147,12 +155,13 @@ class _Chunked(torch.autograd.Function):
         total = states.new_zeros((), dtype=torch.float32)
         state_grads = torch.zeros_like(states) if with_grad else None
         grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters] if with_grad else []
-        for chunk in order.split(chunk_size):
+        for i, chunk in enumerate(order.split(size)):
             part = states[chunk].detach()
             with torch.set_grad_enabled(with_grad):
-                logits = score(part.requires_grad_(with_grad))
+                # A view: autocast keeps what it makes of a leaf until its context ends.
+                logits = score(part.requires_grad_(with_grad).view_as(part))
             with torch.autocast(logits.device.type, enabled=False):  # p - q is a difference of nearly equal numbers
-                loss, by_logits = loss_of(logits, chunk)
+                loss, by_logits = loss_of(logits, i)
             total += loss
             if with_grad:
                 part_grad, *found = torch.autograd.grad(logits, (part, *parameters), by_logits.to(logits.dtype))

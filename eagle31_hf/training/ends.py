@@ -35,7 +35,7 @@ class Scoring:
     cap: float | None = None
 
     def __call__(self, scores: Tensor) -> Tensor:
-        scores = scores.float() * self.scale
+        scores = scores.float() if self.scale == 1 else scores.float() * self.scale
         return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
 
 

@@ -89,21 +89,23 @@ class Batch:
         self.skips = skips
 
     def without_broken(self) -> tuple["Batch", Tensor]:
-        """Returns the batch without the answers and states of texts with a state that is not finite, and the number of
-        these texts, a scalar."""
+        """Returns the batch without the answers of texts with a state that is not finite, and the number of these
+        texts, a scalar. Their states are set to 0, in place: a copy of all states may be of gigabytes."""
         is_broken = ~(self.states.isfinite().all(-1) & self.last_states.isfinite().all(-1))  # (B, T)
         numbers = self.documents
         by_text = torch.zeros(len(numbers), int(numbers.max()) + 1, device=numbers.device)
         by_text = by_text.scatter_reduce(1, numbers, is_broken.float(), "amax")
         dropped = by_text.gather(1, numbers).bool()
-        states, last_states = (x.masked_fill(dropped[..., None], 0.0) for x in (self.states, self.last_states))
+        states, last_states = (x.masked_fill_(dropped[..., None], 0.0) for x in (self.states, self.last_states))
         answers = self.answers & ~dropped
         kept = Batch(self.input_ids, answers, self.documents, states, last_states, self.skips)
         return kept, by_text.sum()
 
     def padded(self, length: int) -> "Batch":
         """Returns the batch padded to at least `length` tokens, so that all depths can be unrolled."""
-        missing = max(0, length - self.input_ids.shape[1])
+        missing = length - self.input_ids.shape[1]
+        if missing <= 0:
+            return self
         ids, answers, documents = (pad(x, (0, missing)) for x in (self.input_ids, self.answers, self.documents))
         states, last_states = (pad(x, (0, 0, 0, missing)) for x in (self.states, self.last_states))
         skips = None if self.skips is None else pad(self.skips, (0, missing))
@@ -179,7 +181,8 @@ class DraftingObjective(nn.Module):
         def target_at(at: Tensor) -> TargetDistribution:
             logits = self.logits_of[0](target_states[at])
             # cut to the drafter's ids; or filled: its table may be padded further
-            logits = pad(logits, (0, drafter.config.vocab_size - logits.shape[-1]), value=float("-inf"))
+            missing = drafter.config.vocab_size - logits.shape[-1]
+            logits = pad(logits, (0, missing), value=float("-inf")) if missing else logits
             return TargetDistribution.from_logits(logits, ids)
 
         predictions = record.predictions(batch.input_ids.shape[1])
@@ -208,10 +211,11 @@ class UnrollRecord:
 
     def predictions(self, length: int) -> Predictions:
         """Returns the predictions of all depths, each compared with the target's state at the last token embedded, of
-        B * `length` states."""
+        B * `length` states. The states to score are handed over, so that no second copy is held."""
         pairs = zip(self.sequence, self.position, strict=True)
         at = [sequence * length + position + 1 + k for k, (sequence, position) in enumerate(pairs)]
-        return Predictions(torch.cat(self.states), torch.cat(self.weights), torch.cat(at))
+        states, self.states = torch.cat(self.states), []
+        return Predictions(states, torch.cat(self.weights), torch.cat(at))
 
     def by_depth(self, figure: Tensor) -> list[Tensor]:
         """Splits a figure of all predictions (N,) by depth."""
@@ -220,15 +224,13 @@ class UnrollRecord:
     def sums(self, figures: PredictionFigures) -> Tensor:
         """Returns by depth the number of predictions, the number of those that are watched, and the sums of OF_ALL and
         OF_WATCHED: (2 + figures, K) in `sum_dtype`, which processes and batches add up."""
-        dtype = sum_dtype(figures.loss.device)
-
-        def total(figure: Tensor) -> Tensor:
-            return torch.stack([part.to(dtype).sum() for part in self.by_depth(figure)])
-
-        columns = (figures.loss, figures.is_right, figures.acceptance, figures.coverage, torch.cat(self.norms))
-        counts = torch.tensor([len(sequence) for sequence in self.sequence], dtype=dtype, device=figures.loss.device)
+        lengths, dtype = [len(sequence) for sequence in self.sequence], sum_dtype(figures.loss.device)
+        counts = torch.tensor(lengths, dtype=dtype, device=figures.loss.device)
         watched, of_watched = torch.zeros_like(counts), figures.loss.new_zeros(len(OF_WATCHED), len(figures.loss))
         if self.masses:
             watched = counts
             of_watched = torch.cat([figures.greedy_acceptance[None], torch.cat(self.masses).T])
-        return torch.stack([counts, watched, *(total(column) for column in (*columns, *of_watched))])
+        columns = (figures.loss, figures.is_right, figures.acceptance, figures.coverage, torch.cat(self.norms))
+        values = torch.stack([column.to(dtype) for column in (*columns, *of_watched)])
+        by_depth = torch.stack([part.sum(1) for part in values.split(lengths, dim=1)], dim=1)
+        return torch.cat([counts[None], watched[None], by_depth])

@@ -13,6 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..modeling import Eagle31DrafterModel
 from ..targets.ends import execution_device, scores_of
+from ..targets.fused_norms import fused_norms, usual_norms
 from ..targets.layers import capture_states, decoder_layers
 from .documents import Text, texts_of
 from .ends import Scoring, TargetEnds, ends_of, find_scoring, is_spread, last_state, tensor_parallel_group
@@ -63,6 +64,7 @@ class TargetReader:
         drafters = self.device if learnt_on is None else torch.empty(0, device=learnt_on).device
         self.is_apart = drafters != self.device and not self.in_lockstep
         self.scoring = find_scoring(target)
+        self._norms = usual_norms(target)
         self.ends = ends_of(target, drafters if self.is_apart else None)
         probe = torch.zeros(1, 2, dtype=torch.long)
         # fails here, before training, if its layers have no states to read
@@ -113,7 +115,8 @@ class TargetReader:
             of_all = [tokens] * torch.distributed.get_world_size(self.group)
             torch.distributed.all_gather_object(of_all, tokens.cpu(), self.group)
         for rank, texts in enumerate(of_all):
-            with capture_states(self.target, self.layer_ids) as captured:
+            norms = fused_norms(self.target, self._norms)
+            with norms, capture_states(self.target, self.layer_ids) as captured:
                 final = last_state(self.target, texts.to(self.device), pixels)
             if rank == own:
                 found = captured.take(), final

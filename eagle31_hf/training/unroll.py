@@ -41,7 +41,6 @@ def unroll(
         raise ValueError(f"depth is {depth}; expected 1 to {num_positions} for rows of {num_positions + 1} tokens.")
     if drafter.training and drafter.config.attention_dropout:
         raise ValueError(f"attention_dropout is {drafter.config.attention_dropout}; expected 0, the unroll has none.")
-    states = states.to(drafter.norm.weight.dtype)
     documents = None if documents is None else documents[:, :num_positions]
     positions = positions_of(documents, num_positions, input_ids.device)
     positions = positions if skips is None else positions + skips[:, :num_positions]
@@ -51,8 +50,9 @@ def unroll(
     def step(k: int, source: dict[str, Tensor]) -> Tensor:
         attention.depth = k
         tokens = pad(input_ids[:, 1 + k :], (0, k))
+        given = {name: states.to(drafter.norm.weight.dtype) for name, states in source.items()}
         return drafter(
-            tokens, **source, position_ids=positions + k, attention_mask=masks, logits_to_keep=None, return_dict=True
+            tokens, **given, position_ids=positions + k, attention_mask=masks, logits_to_keep=None, return_dict=True
         ).last_hidden_state
 
     source = {"target_hidden_states": states[:, :num_positions]}

@@ -1,5 +1,6 @@
 """The chunked loss against the same loss of all predictions at once; what it holds at once; its figures."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ class Setting:
     def chunked(self, mixture, chunk_size):
         predictions = Predictions(self.states, self.weights, self.at)
         drafter = SimpleNamespace(score=self.score, get_output_embeddings=lambda: self.head, config=sizes(VD, V))
-        return chunked_loss(mixture, predictions, drafter, self.target_at, bytes_at_once=4 * VD * chunk_size)
+        return chunked_loss(mixture, predictions, drafter, self.target_at, at_once=chunk_size)
 
     def whole(self, mixture):
         """The same without chunks: gradients by hand, from those by the logits of all predictions."""
@@ -94,7 +95,20 @@ def test_no_more_than_asked_for_are_scored_at_once():
     setting = Setting()
     setting.chunked({"kl": 1.0}, 7)
     assert setting.largest["score"] == 7
-    assert setting.largest["target"] <= 4, "a target distribution is computed for each prediction compared with it"
+    assert setting.largest["target"] <= 4 + 1, "a target distribution is computed for each prediction compared with it"
+
+
+def test_under_autocast_no_chunk_outlives_its_turn():
+    """Autocast keeps what it casts of leaves until its context ends, and with it the states of the chunk."""
+    setting, parts = Setting(), []
+    score = setting.score
+    setting.score = lambda states: (
+        parts.append(weakref.ref(states if states._base is None else states._base)) or score(states)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        setting.chunked({"kl": 1.0}, 7)
+        assert len(parts) == 6
+        assert not [part for part in parts if part() is not None]
 
 
 def test_figures():
@@ -142,7 +156,9 @@ def test_nothing_supervised_is_a_loss_of_nothing_that_still_reaches_the_paramete
 @pytest.mark.parametrize(("draft", "whole"), [(4_000, 150_000), (32_000, 150_000), (50_000, 50_000)])
 def test_a_chunk_on_a_gpu_has_room_for_the_target_s_logits_too(draft, whole):
     """A small draft vocabulary would otherwise have chunks of so many predictions that the target's fill the GPU."""
-    states = torch.empty(1, 4096, device="meta")  # no CPU
-    num = chunked._bytes_at_once(states, sizes(draft, whole)) // (4 * draft)
-    assert num > 100
-    assert num * 4 * (draft + whole) <= chunked.BYTES_AT_ONCE
+    states = torch.empty(16384, 4096, device="meta")  # no CPU
+    for num_targets in (16384, 4096):
+        num = chunked.predictions_at_once(sizes(draft, whole), states, num_targets)
+        assert num > 100
+        filled = 4 * num * (draft + whole * num_targets / 16384) / chunked.BYTES_AT_ONCE
+        assert 0.9 < filled <= 1

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf.training import attention, attention_ways
-from eagle31_hf.training.attention import JoinedAttention, UnrollAttention, first_mask
+from eagle31_hf.training.attention import JoinedAttention, UnrollAttention
 from eagle31_hf.training.attention_ways import (
     DENSE,
     EFFICIENT_CUDA,
@@ -16,6 +16,7 @@ from eagle31_hf.training.attention_ways import (
     FLASH_CUDA,
     WAYS,
     FirstKeys,
+    Seen,
     kernel_of,
     padded,
     way_of,
@@ -106,6 +107,30 @@ def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
         assert_close(f"gradient {i}", found.expand_as(wanted) if found.numel() == 1 else found, wanted, FORWARD, scale)
 
 
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest result of an operation has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("documents", [None, 1], ids=["one_text", "packed"])
+def test_under_a_window_no_more_is_computed_than_it_holds(documents):
+    """Neither forward nor back: at 32,768 positions a mask alone would be a gigabyte."""
+    length, window = 4096, 32
+    numbers = None if documents is None else torch.arange(length)[None] // 1000
+    q, k, v = (torch.randn(1, 2, length, D, requires_grad=True) for _ in range(3))
+    attend = UnrollAttention(numbers)
+    with Largest() as largest:
+        attend(Layer(window=window), q, k, v).sum().backward()
+    assert largest.numbers <= 2 * attention_ways.QUERIES_AT_ONCE * (attention_ways.QUERIES_AT_ONCE + window)
+
+
 def test_layers_keep_their_own_keys():
     attend, all_depths = UnrollAttention(), depths()
     alone = [[UnrollAttention()(Layer(), *all_depths[0])], [UnrollAttention()(Layer(), *all_depths[1])]]
@@ -189,8 +214,8 @@ def test_kernels_of_a_gpu_take_what_they_are_given(way, dtype, width):
     options = {"dtype": dtype, "device": "meta", "requires_grad": True}
     q, *keys = (torch.empty(B, S, H, D, **options).transpose(1, 2) for _ in range(3))
     values = [torch.empty(B, H, S, width, **options) for _ in range(2)]
-    spans = UnrollAttention(DOCUMENTS).spans
-    out, lse = JoinedAttention.apply(q, None, 0.3, spans, way, keys[0], values[0], keys[1], values[1])
+    seen = UnrollAttention(DOCUMENTS).seen
+    out, lse = JoinedAttention.apply(q, 0.3, seen, way, keys[0], values[0], keys[1], values[1])
     assert out.shape == (B, H, S, width)
     assert out.dtype == dtype
     assert lse.shape == (B, H, S)
@@ -276,10 +301,10 @@ def test_ways_of_a_gpu_are_as_dense_chunks(dtype, widths, way, count):
     spans = [(slice(None), part) for part in parts]
     numbers = torch.zeros(count, dtype=torch.long, device="cuda")
     numbers[count // 2 :] = len(parts)
-    mask = (first_mask(count, 0, None, q.device) & (numbers[:, None] == numbers))[None, None]
-    exact = FirstKeys(q.float(), k.float(), v.float(), mask, 0.3, spans)
+    seen = Seen(numbers.expand(B, -1), spans)
+    exact = FirstKeys(q.float(), k.float(), v.float(), 0.3, seen)
     expected, expected_lse = WAYS[DENSE].forward(exact)
-    first = FirstKeys(q, k, v, None, 0.3, spans)
+    first = FirstKeys(q, k, v, 0.3, seen)
     out, lse = WAYS[way].forward(first)
     close = 1e-3 if dtype == FP32 else 0.02
     assert_close("output", out.float(), expected, close)
