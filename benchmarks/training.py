@@ -36,7 +36,7 @@ class Step:
     def __init__(self, target: PreTrainedModel, tokens: int, depth: int, recomputes: bool, texts: int = TEXTS):
         self.texts = texts
         self.target, self.seconds = target, {part: list[float]() for part in PARTS}
-        table: Any = target.get_input_embeddings()
+        table: Any = target.requires_grad_(False).get_input_embeddings()
         drafter: Any = new_drafter(target, torch.arange(min(DRAFT_VOCABULARY, len(table.weight) // 2)))
         self.drafter: Eagle31DrafterModel = drafter.to(target.device)
         self.reader = TargetReader(target, self.drafter.config.resolve_layer_ids(len(decoder_layers(target))))

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from command import add_models, run_benchmark
+from command import run_benchmark
 from counted import Cost, Ledger, counting
 from engine import SHAPES, build
 from training import PARTS, WAYS, Step
@@ -55,7 +55,7 @@ class CountedStep(Step):
 def count_step(shape: str, tokens: int, depth: int, recomputes: bool, texts: int) -> Ledger:
     """Returns the costs of a step, bf16 beside a target in bf16; not the first, which makes the optimizer's state."""
     with as_on_a_gpu(), counting() as ledger:
-        model, _ = build(shape, torch.bfloat16, "cpu")
+        model = build(shape, torch.bfloat16, "cpu")[0]
         step = CountedStep(model, tokens, depth, recomputes, texts)
         step.ledger = ledger
         step.run()
@@ -70,19 +70,26 @@ def seconds_of(cost: Cost) -> float:
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    runs = []
-    for name, recomputes in WAYS.items():
-        ledger = count_step(args.shape, args.prompt_tokens, args.depth, recomputes, args.texts)
-        parts = {part: _summary([row for row in ledger.rows if row.part == part], ledger.peak[part]) for part in PARTS}
-        micro_batch = sum(parts[part]["seconds"] for part in PARTS if part != "optimizer")
-        step = args.accumulate * micro_batch + parts["optimizer"]["seconds"]
-        speed = args.accumulate * args.prompt_tokens / step
-        runs.append({"activations": name, "parts": parts, "tokens_per_second": speed})
-    figures = {name: getattr(args, name) for name in ("shape", "prompt_tokens", "depth", "texts", "accumulate")}
+    runs = [
+        {"tokens": tokens, "activations": name} | _summary_of(args, tokens, recomputes)
+        for tokens in args.prompt_tokens
+        for name, recomputes in WAYS.items()
+    ]
+    figures = {name: getattr(args, name) for name in ("shape", "depth", "texts", "accumulate")}
     return {**figures, "runs": runs}, "\n\n".join(map(_table, runs))
 
 
-def _summary(rows: list[Cost], peak: int) -> dict[str, float]:
+def _summary_of(args: argparse.Namespace, tokens: int, recomputes: bool) -> dict[str, Any]:
+    """Returns the costs of a run's parts, and what follows: its tokens a second, and its peak of memory."""
+    ledger = count_step(args.shape, tokens, args.depth, recomputes, args.texts)
+    parts = {part: _sums([row for row in ledger.rows if row.part == part], ledger.peak[part]) for part in PARTS}
+    micro_batch = sum(parts[part]["seconds"] for part in PARTS if part != "optimizer")
+    step = args.accumulate * micro_batch + parts["optimizer"]["seconds"]
+    peak = max(ledger.peak[part] for part in PARTS)
+    return {"parts": parts, "tokens_per_second": args.accumulate * tokens / step, "peak_memory": peak}
+
+
+def _sums(rows: list[Cost], peak: int) -> dict[str, float]:
     return {
         "operations": len(rows),
         "waits": sum(row.waits for row in rows),
@@ -96,7 +103,8 @@ def _summary(rows: list[Cost], peak: int) -> dict[str, float]:
 
 def _table(run: dict[str, Any]) -> str:
     lines = [
-        f"activations {run['activations']}: {run['tokens_per_second']:,.0f} tokens/s",
+        f"{run['tokens']:,} tokens, activations {run['activations']}: {run['tokens_per_second']:,.0f} tokens/s,"
+        f" {run['peak_memory'] / 1e9:.1f} GB",
         f"{'':<10} operations  waits    TFLOP       GB       ms  launched in ms  peak memory",
     ]
     for part, found in run["parts"].items():
@@ -109,11 +117,13 @@ def _table(run: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_models(parser, [*SHAPES], 4096)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="of the target (default: qwen3-8b)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, nargs="+", default=[4096], metavar="N", help="of a row (default: 4,096)"
+    )
     parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
-    parser.add_argument("--texts", type=positive, default=4, help="packed into a row (default: 4)")
+    parser.add_argument("--texts", type=positive, default=1, help="packed into a row (default: 1)")
     parser.add_argument("--accumulate", type=positive, default=16, help="rows a step of the optimizer (default: 16)")
-    parser.set_defaults(shape="qwen3-8b")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,9 @@
 """Attention of the unroll: a position sees the keys of depth 0 up to itself, and of every later depth its own key
 alone.
 
-B sequences, H heads, S positions, D and V the widths of keys and values. The keys of depth 0 go through what never holds
-(S, S), see `attention_ways`; the later ones add one score a position each. Joined under one softmax they give
-what a dense mask over the keys of all depths gives.
+B sequences, H heads, S positions, D and V the widths of keys and values. The keys of depth 0 are attended to by one of
+`attention_ways`, none of which holds (S, S); the later ones add one score a position each. Joined under one softmax
+they give what a dense mask over the keys of all depths gives.
 """
 
 from collections.abc import Callable

@@ -42,6 +42,7 @@ class TrainingFigures:
         self._waited = 0.0  # since the last call of `take`
         self._taken_at: float | None = None
         self._num_broken = torch.zeros((), device=device)
+        self.flop_of_token: float | None = None  # of this process, in a batch like the first
 
     def add(self, sums: Tensor) -> None:
         """Adds the sums of a batch, see `UnrollRecord.sums`."""
@@ -52,6 +53,10 @@ class TrainingFigures:
         if not self._num_tokens:
             self._began = monotonic()
         self._num_tokens += int(documents.count_nonzero())
+
+    def count(self, flop: int, documents: Tensor) -> None:
+        """Notes how many FLOP a batch took, of so many tokens (B, T), padding (0) left out."""
+        self.flop_of_token = flop / max(1, int(documents.count_nonzero()))
 
     def add_waiting(self, seconds: float) -> None:
         """Adds the seconds for which a step's batches were waited for."""
@@ -66,8 +71,9 @@ class TrainingFigures:
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
-        token), the tokens trained on a second since the first batch after that call, the share of this process's time
-        in which it waited for data, and the number of texts left out, if there were any."""
+        token), the tokens trained on a second since the first batch after that call, the TFLOP a second that they take
+        on each device, the share of this process's time in which it waited for data, and the number of texts left out,
+        if there were any."""
         if self._sums is None:
             return {}
         means = means_of(accelerator.reduce(self._sums, "sum").cpu())
@@ -76,6 +82,8 @@ class TrainingFigures:
         num_tokens = int(accelerator.reduce(torch.tensor(self._num_tokens, device=accelerator.device), "sum"))
         now = monotonic()
         logs["tokens_per_second"] = round(num_tokens / max(1e-9, now - self._began), 1)
+        of_a_device = logs["tokens_per_second"] / accelerator.num_processes
+        logs["tflops"] = round(of_a_device * (self.flop_of_token or 0.0) / 1e12, 4)
         logs["waiting_for_data"] = round(self._waited / max(1e-9, now - (self._taken_at or now)), 4)
         self._num_tokens, self._waited = 0, 0.0
         self._taken_at = now

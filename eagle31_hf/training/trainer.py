@@ -23,7 +23,7 @@ from .evaluation import Evaluation, TrainingFigures, served, share_of
 from .images import image_ids, refuse_images
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
-from .objective import Batch, DraftingObjective
+from .objective import Batch, DraftingObjective, counting
 from .packing import Collator, Example, PackedExamples, check_columns
 from .read_ahead import States, StatesAhead, TrainingBatches
 from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
@@ -139,9 +139,14 @@ class Eagle31Trainer(CheckpointingTrainer):
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
-        self._objective(model).watches = is_logged
-        outputs = model(self.batch(inputs), totals=num_items_in_batch)
+        objective, counts = self._objective(model), self._figures.flop_of_token is None
+        objective.watches, objective.counts = is_logged, counts
+        with counting(counts) as read:
+            batch = self.batch(inputs)
+        outputs = model(batch, totals=num_items_in_batch)
         self._figures.add(outputs["sums"])
+        if counts:
+            self._figures.count(read.get_total_flops() + outputs["flop"], batch.documents)
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 

@@ -63,10 +63,9 @@ def test_a_depth_more_costs_a_depth_more():
 
 
 def test_a_micro_batch_of_qwen3_8b(capsys):
-    """Measured with transformers 5.23: 2,451 operations and 24 waits."""
-    training_costs.main(["--json"])
-    figures = json.loads(capsys.readouterr().out)
-    again, kept = (run["parts"] for run in figures["runs"])
-    assert sum(kept[part]["operations"] for part in PARTS[:-1]) <= 2700
-    assert sum(kept[part]["waits"] for part in PARTS[:-1]) <= 26
-    assert again["forward"]["peak_memory"] < kept["forward"]["peak_memory"] < 32e9
+    """Counted with torch 2.13 and transformers 5.23: 2,439 operations and 24 waits."""
+    training_costs.main(["--texts", "4", "--json"])
+    again, kept = json.loads(capsys.readouterr().out)["runs"]
+    assert sum(kept["parts"][part]["operations"] for part in PARTS[:-1]) <= 2700
+    assert sum(kept["parts"][part]["waits"] for part in PARTS[:-1]) <= 26
+    assert again["parts"]["forward"]["peak_memory"] < kept["parts"]["forward"]["peak_memory"] < 31e9

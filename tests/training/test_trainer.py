@@ -14,6 +14,7 @@ from conftest import PROMPT, build_drafter, build_target
 from factories import VOCAB, build, target
 from hub.conftest import hub  # noqa: F401 -- a fixture
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from training_runs import (
     CHECKPOINTING,
     MUCH_TO_RESUME,
@@ -198,7 +199,7 @@ def test_callbacks_see_every_figure(tmp_path):
     by_depth = {f"{name}_{k}" for name in names for k in (1, 2, 3)}
     assert listener.seen[0] == (
         "log",
-        by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second", "waiting_for_data"},
+        by_depth | {"loss", "grad_norm", *RATES, "epoch", "tokens_per_second", "tflops", "waiting_for_data"},
     )
     lengths = {"accepted_length", "accepted_length_no_bonus", "served_accepted_length"}
     by_position = {f"{way}_acceptance_{k}" for way in ("served", "walked") for k in (1, 2, 3)}
@@ -388,6 +389,29 @@ def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, mo
     trainer.train()
     [log] = [log for log in trainer.state.log_history if "tokens_per_second" in log]
     assert log["tokens_per_second"] == round(sum(len(example["input_ids"]) for example in examples) / 3, 1)
+
+
+def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch):
+    """Counted in the first batch alone: the target's forward once, the drafter's three times, going back included."""
+    ticks = itertools.count()
+    monkeypatch.setattr("eagle31_hf.training.evaluation.monotonic", lambda: 1e-9 * next(ticks))
+    trainer = make_trainer(tmp_path, make_examples(4), logging_steps=2)
+    whole, own = [], trainer.training_step
+
+    def counted(*args, **kwargs):
+        with FlopCounterMode(display=False) as counter:
+            loss = own(*args, **kwargs)
+        whole.append(counter.get_total_flops())
+        return loss
+
+    trainer.training_step = counted
+    trainer.train()
+    [log] = [log for log in trainer.state.log_history if "tflops" in log]
+    of_token = trainer._figures.flop_of_token
+    assert log["tflops"] == pytest.approx(log["tokens_per_second"] * of_token / 1e12, rel=1e-3)
+    tokens = sum(len(example["input_ids"]) for example in make_examples(4))
+    # going back through `fc` takes half of what is reckoned: no gradient of the target's states is asked for
+    assert 0.9 * of_token * tokens < sum(whole) <= of_token * tokens * 1.1
 
 
 def test_batches_are_read_by_a_thread_and_stay_on_the_host_until_they_are_trained_on(tmp_path):

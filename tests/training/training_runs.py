@@ -124,7 +124,7 @@ def outcome(trainer: Eagle31Trainer) -> Run:
         {
             name: value
             for name, value in entry.items()
-            if not name.endswith(("_runtime", "_per_second", "total_flos", "train_loss", "waiting_for_data"))
+            if not name.endswith(("_runtime", "_per_second", "total_flos", "train_loss", "waiting_for_data", "tflops"))
         }
         for entry in trainer.state.log_history
     ]
