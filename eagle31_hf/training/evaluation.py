@@ -7,13 +7,16 @@ K depths, B sequences, T tokens, L tokens of an answer, N predictions of all dep
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -54,9 +57,16 @@ class TrainingFigures:
             self._began = monotonic()
         self._num_tokens += int(documents.count_nonzero())
 
-    def count(self, flop: int, documents: Tensor) -> None:
-        """Notes how many FLOP a batch took, of so many tokens (B, T), padding (0) left out."""
-        self.flop_of_token = flop / max(1, int(documents.count_nonzero()))
+    @contextmanager
+    def counting(self, documents: Tensor) -> Iterator[None]:
+        """A context in which a batch (B, T) is trained on: of the first one the FLOP of products and attention are
+        counted, forward and back."""
+        if self.flop_of_token is not None:
+            yield
+            return
+        with _Flop() as flop:
+            yield
+        self.flop_of_token = flop.total / max(1, int(documents.count_nonzero()))
 
     def add_waiting(self, seconds: float) -> None:
         """Adds the seconds for which a step's batches were waited for."""
@@ -89,6 +99,18 @@ class TrainingFigures:
         self._taken_at = now
         num_broken = int(accelerator.reduce(self._num_broken.clone(), "sum"))
         return logs | ({"texts_with_broken_states": num_broken} if num_broken else {})
+
+
+class _Flop(TorchDispatchMode):
+    """The FLOP of what runs. torch's own `FlopCounterMode` takes operations apart, which rounds otherwise."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 def share_of(examples: Any, index: int, count: int) -> Dataset:

@@ -4,15 +4,13 @@ B sequences of packed texts, T tokens, K depths, N predictions of all depths, n 
 drafter width, V and Vd the vocabularies of target and draft.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..diagnostics.attention_mass import state_norm
 from ..modeling import Eagle31DrafterModel
@@ -114,14 +112,6 @@ class Batch:
         return Batch(ids, answers, documents, states, last_states, skips)
 
 
-@contextmanager
-def counting(counts: bool) -> Iterator[FlopCounterMode]:
-    """A context that counts FLOP of products and attention, or, not to take any time, does not."""
-    counter = FlopCounterMode(display=False)
-    with counter if counts else nullcontext():
-        yield counter
-
-
 class DraftingObjective(nn.Module):
     """A drafter and its loss, exact whatever part of a larger batch it is computed on.
 
@@ -137,7 +127,6 @@ class DraftingObjective(nn.Module):
         self.logits_of = (logits_of,)  # a tuple, so that a target is no part of what is trained
         self.recomputes = False  # the backward pass computes each depth again
         self.watches = False  # guesses and attention are looked at, too
-        self.counts = False  # FLOP are counted
         self._no_split_modules = drafter._no_split_modules
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -147,9 +136,8 @@ class DraftingObjective(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable  # its name in transformers 5.17
 
     def forward(self, batch: Batch, totals: Tensor | None = None, settings: Settings | None = None) -> dict[str, Any]:
-        """Returns `loss`, a scalar; `sums` (2 + figures, K), see `UnrollRecord.sums`; of every prediction its `record`
-        in the unroll and its `figures`; and `flop`, of products and attention, forward and back, where they are
-        counted.
+        """Returns `loss`, a scalar; `sums` (2 + figures, K), see `UnrollRecord.sums`; and of every prediction its
+        `record` in the unroll and its `figures`.
 
         `totals` (K,): the denominators of the sums of each depth, this batch's own by default. `settings` instead of
         those of the objective.
@@ -160,12 +148,9 @@ class DraftingObjective(nn.Module):
             totals = loss_denominators(
                 batch.answers, batch.documents, settings.depth, settings.convention, settings.normalisation
             )
-        with counting(self.counts) as unrolled:
-            record = self._record(batch, totals, settings)
-        with counting(self.counts) as compared:  # its gradients are computed along with it
-            loss, figures = self._distances(batch, record, settings.mixture)
-        flop = 3 * unrolled.get_total_flops() + compared.get_total_flops()  # backward takes twice as many
-        return {"loss": loss, "sums": record.sums(figures), "record": record, "figures": figures, "flop": flop}
+        record = self._record(batch, totals, settings)
+        loss, figures = self._distances(batch, record, settings.mixture)
+        return {"loss": loss, "sums": record.sums(figures), "record": record, "figures": figures}
 
     def _record(self, batch: Batch, totals: Tensor, settings: Settings) -> "UnrollRecord":
         """Unrolls the drafter, and keeps what is supervised of each depth."""

@@ -23,7 +23,7 @@ from .evaluation import Evaluation, TrainingFigures, served, share_of
 from .images import image_ids, refuse_images
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
-from .objective import Batch, DraftingObjective, counting
+from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
 from .read_ahead import States, StatesAhead, TrainingBatches
 from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
@@ -37,8 +37,8 @@ CHECKED = 4  # items of a dataset that are looked at before anything begins
 class Eagle31Trainer(CheckpointingTrainer):
     """Trains an `Eagle31DrafterModel`. Everything of `transformers.Trainer` works as there, but for what a target and
     its drafter change: `get_train_dataloader` and `get_batch_samples` read ahead, and count what losses are divided by,
-    `compute_loss` reads the target first, `get_eval_dataloader` and `evaluation_loop` measure acceptance, `log` adds
-    figures by depth; `train` and the methods that `CheckpointingTrainer` overrides are about saving and resuming.
+    `training_step` counts FLOP, `compute_loss` reads the target, `get_eval_dataloader` and `evaluation_loop` measure
+    acceptance, `log` adds figures; `train` and what `CheckpointingTrainer` overrides are about saving and resuming.
 
     `target`: the frozen model, any dtype, quantized or spread over devices; None where `train_dataset` is a
     `HiddenStateStore` with states, or `StreamedStates`. Datasets hold examples {"input_ids", "answers"}, see `packing`.
@@ -136,22 +136,18 @@ class Eagle31Trainer(CheckpointingTrainer):
         totals = torch.stack(denominators).sum(0) if samples else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
 
+    def training_step(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:
+        with self._figures.counting(inputs["documents"]):
+            return super().training_step(model, inputs, *args, **kwargs)
+
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
-        objective, counts = self._objective(model), self._figures.flop_of_token is None
-        objective.watches, objective.counts = is_logged, counts
-        with counting(counts) as read:
-            batch = self.batch(inputs)
-        outputs = model(batch, totals=num_items_in_batch)
+        self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = is_logged
+        outputs = model(self.batch(inputs), totals=num_items_in_batch)
         self._figures.add(outputs["sums"])
-        if counts:
-            self._figures.count(read.get_total_flops() + outputs["flop"], batch.documents)
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
-
-    def _objective(self, model: Any) -> DraftingObjective:
-        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def _read_apart(self, inputs: dict[str, Tensor]) -> States:
         """Returns the target's states of a batch, on the target's device."""
@@ -213,7 +209,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Measures teacher-forced figures by depth, the accepted length by walking the answers, and what generate()
-        accepts after a few prompts."""
+        accepts after a few prompts, but for a target that is spread over processes."""
         if self.is_in_train:
             check_divergence(self)
         model = self.model
@@ -222,23 +218,20 @@ class Eagle31Trainer(CheckpointingTrainer):
             self.model = model if self.is_fsdp_enabled else self.model
         model.eval()
         self.settle_optimizer()
-        self._objective(model).watches = True
+        self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = True
         stops = stop_ids(self.reader if self.target is None else self.target, self.processing_class)
         evaluation = Evaluation(self.args.eval_settings(), self.drafter.draft_to_target_ids(), {*stops})
         with torch.no_grad():
             for inputs in dataloader:
                 batch = self.batch(self._prepare_inputs(inputs))
                 evaluation.add(batch, model(batch, settings=self.args.eval_settings()))
-        share: Any = dataloader.dataset
-        metrics = evaluation.metrics(self.accelerator) | self._served(share.examples)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(share.examples))
-
-    def _served(self, examples: Any) -> dict[str, float]:
-        """Measures what generate() accepts. Nothing is measured where the target is spread over processes."""
-        if self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled or not self.args.eval_prompts:
-            return {}
-        return served(self.target, self.drafter, examples, self.args, self.accelerator)
+        examples = dataloader.dataset.examples  # type: ignore[attr-defined]
+        found = evaluation.metrics(self.accelerator)
+        is_spread = self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled
+        if self.args.eval_prompts and not is_spread:
+            found |= served(self.target, self.drafter, examples, self.args, self.accelerator)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(examples))
 
 
 def source_of_states(

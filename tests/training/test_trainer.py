@@ -392,7 +392,7 @@ def test_tokens_a_second_are_those_of_texts_from_the_first_batch_on(tmp_path, mo
 
 
 def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch):
-    """Counted in the first batch alone: the target's forward once, the drafter's three times, going back included."""
+    """Counted in the first batch alone, the target's forward and going back through the drafter included."""
     ticks = itertools.count()
     monkeypatch.setattr("eagle31_hf.training.evaluation.monotonic", lambda: 1e-9 * next(ticks))
     trainer = make_trainer(tmp_path, make_examples(4), logging_steps=2)
@@ -410,8 +410,7 @@ def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch)
     of_token = trainer._figures.flop_of_token
     assert log["tflops"] == pytest.approx(log["tokens_per_second"] * of_token / 1e12, rel=1e-3)
     tokens = sum(len(example["input_ids"]) for example in make_examples(4))
-    # going back through `fc` takes half of what is reckoned: no gradient of the target's states is asked for
-    assert 0.9 * of_token * tokens < sum(whole) <= of_token * tokens * 1.1
+    assert 0.9 * of_token * tokens < sum(whole) < 1.1 * of_token * tokens  # texts differ in length
 
 
 def test_batches_are_read_by_a_thread_and_stay_on_the_host_until_they_are_trained_on(tmp_path):
