@@ -18,6 +18,7 @@ from close import assert_close
 from distributed_run import begin
 from programs import forkserver, launched
 from training_runs import MUCH_TO_RESUME, Run, make_examples, make_trainer, run
+from transformers import TrainerCallback
 
 from eagle31_hf.training.saving import last_checkpoint
 
@@ -116,6 +117,32 @@ def test_a_checkpoint_is_whole_once_all_processes_have_written_their_part(tmp_pa
             for process in processes:
                 kill(process)
     assert last_checkpoint(tmp_path) is None
+
+
+class TakenBack(TrainerCallback):
+    """Has a scheduler take the machine back at the second step, as transformers waits for: in three seconds."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(3.5)
+
+
+def test_a_run_that_is_asked_to_end_writes_a_checkpoint_first(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    settings = MUCH_TO_RESUME | {"save_strategy": "no", "eval_strategy": "no"}
+    expected = run(make_trainer(tmp_path / "undisturbed", **settings))
+    settings |= {"enable_jit_checkpoint": True}
+    try:
+        trainer = make_trainer(tmp_path / "run", callbacks=[TakenBack()], **settings)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trainer.state.global_step < STEPS
+    assert last_checkpoint(tmp_path / "run") is not None
+    found = run(make_trainer(tmp_path / "run", **settings), True)
+    for name, weight in expected.weights.items():
+        assert_close(name, found.weights[name], weight)
 
 
 def test_what_an_earlier_run_left_does_not_count(tmp_path, start):
