@@ -1,8 +1,8 @@
 """Counts what a computation costs on tensors without values: its operations, as a GPU would be given them, with their
 arithmetic, the bytes they read and write, and the memory that is held meanwhile.
 
-Numbers of floating point have a shape alone; integers and booleans, on which sizes depend, have values. Where numbers
-decide, as in a comparison, all are 0; one that is read is 1. A view is no operation.
+Floating point tensors have a shape alone; integers and booleans, on which sizes depend, have values: 0 where they come
+of floats, as in a comparison. A float that is read is 1. A view is no operation.
 """
 
 import weakref
@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+
+from eagle31_hf.training.flop import flop_of
 
 # no work: they reserve memory, or say how a tensor is to be read
 NOTHING = {
@@ -129,8 +130,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_in_place = name.endswith("_") and not name.endswith("__") and given and isinstance(out, Tensor)
     result = given[0] if is_in_place else tree_map(_counted, out)
     if name not in NOTHING and not _is_view(func):
-        counter = flop_registry.get(func._overloadpacket)
-        _add(name, counter(*args, **kwargs, out_val=result) if counter else 0, _bytes(name, given, result))
+        _add(name, flop_of(func, args, kwargs, result), _bytes(name, given, result))
     return result
 
 
@@ -186,7 +186,7 @@ def _counted(value: Any) -> Any:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """An RMSNorm as a GPU runs it: one operation each way, where shapes would tell of the parts that it is made of."""
+    """An RMSNorm counted as a GPU runs it, one operation each way; of shapes torch would make one of many parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

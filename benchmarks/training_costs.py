@@ -1,9 +1,9 @@
 """What a training step costs on a GPU, by count: operations, arithmetic, bytes, memory; and the time that follows.
 
-Real shapes, no values, no GPU, a few seconds. One packed row a step, as `training.py` times it. An operation takes the
-longer of its arithmetic, at 600 TFLOP/s, and its bytes, at 2.6 TB/s, and at least 3 us: three fifths of what an H100
-can multiply in bf16, and four fifths of what its memory can give. The host launches in that time what comes next, at
-some 10 us an operation, and waits for the GPU where a size or a value is needed.
+Real shapes, no values, no GPU, a few seconds. One row a step, by the code that `training.py` times. An operation takes
+the longer of its arithmetic, at 600 TFLOP/s, and its bytes, at 2.6 TB/s, and at least 3 us: some three fifths of what
+an H100 can multiply in bf16, and four fifths of what its memory can give. The host launches in that time what comes
+next, at some 10 us an operation, and waits for the GPU where a size or a value is needed.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from eagle31_hf.training import attention, chunked, target
 from eagle31_hf.training.attention_ways import FLASH_CUDA
 from eagle31_hf.training.ends import Scoring
 
-FLOP, BYTES, LEAST, LAUNCH = 600e12, 2.6e12, 3e-6, 10e-6  # a second, a second, seconds, seconds
+FLOP_A_SECOND, BYTES_A_SECOND = 600e12, 2.6e12
+LEAST, LAUNCH = 3e-6, 10e-6  # seconds of an operation, and of the host that launches it
 
 
 @contextmanager
@@ -53,7 +54,7 @@ class CountedStep(Step):
 
 
 def count_step(shape: str, tokens: int, depth: int, recomputes: bool, texts: int) -> Ledger:
-    """Returns the costs of a step, bf16 beside a target in bf16; not the first, which makes the optimizer's state."""
+    """Returns the costs of a second step, bf16 beside a target in bf16: the first one makes the optimizer's state."""
     with as_on_a_gpu(), counting() as ledger:
         model = build(shape, torch.bfloat16, "cpu")[0]
         step = CountedStep(model, tokens, depth, recomputes, texts)
@@ -66,7 +67,7 @@ def count_step(shape: str, tokens: int, depth: int, recomputes: bool, texts: int
 
 
 def seconds_of(cost: Cost) -> float:
-    return max(cost.flop / FLOP, cost.nbytes / BYTES, LEAST)
+    return max(cost.flop / FLOP_A_SECOND, cost.nbytes / BYTES_A_SECOND, LEAST)
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -96,7 +97,7 @@ def _sums(rows: list[Cost], peak: int) -> dict[str, float]:
         "flop": sum(row.flop for row in rows),
         "bytes": sum(row.nbytes for row in rows),
         "seconds": sum(map(seconds_of, rows)),
-        "launched": LAUNCH * len(rows),
+        "launch_seconds": LAUNCH * len(rows),
         "peak_memory": peak,
     }
 
@@ -110,7 +111,7 @@ def _table(run: dict[str, Any]) -> str:
     for part, found in run["parts"].items():
         lines.append(
             f"{part:<10}{found['operations']:>11,}{found['waits']:>7}{found['flop'] / 1e12:>9.1f}"
-            f"{found['bytes'] / 1e9:>9.1f}{1e3 * found['seconds']:>9.1f}{1e3 * found['launched']:>16.1f}"
+            f"{found['bytes'] / 1e9:>9.1f}{1e3 * found['seconds']:>9.1f}{1e3 * found['launch_seconds']:>16.1f}"
             f"{found['peak_memory'] / 1e9:>10.1f} GB"
         )
     return "\n".join(lines)

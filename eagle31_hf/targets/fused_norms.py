@@ -15,7 +15,7 @@ from .probe import FAILURES
 from .users import Users
 
 TOLERANCE = 1e-5  # of the largest value: both compute in fp32
-SIZES = (1.0, 1e-3)  # of states that norms are compared on: eps shows in the small ones
+SIZES = (1.0, 1e-3)  # of states that norms are compared on: eps counts in the small ones alone
 _users = Users()
 
 
@@ -52,8 +52,8 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 class _OneOperation(StandIn):
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        has_dtype = isinstance(x, Tensor) and x.dtype == self.module.weight.dtype and not args and not kwargs
-        return _normed(self.module, x) if has_dtype else self.own(x, *args, **kwargs)
+        can_fuse = isinstance(x, Tensor) and x.dtype == self.module.weight.dtype and not args and not kwargs
+        return _normed(self.module, x) if can_fuse else self.own(x, *args, **kwargs)
 
 
 def _fuse(norms: list[nn.Module]) -> None:

@@ -23,7 +23,7 @@ Span = tuple[slice, slice]  # of sequences and of positions
 class Seen(NamedTuple):
     """A rule of which keys of depth 0 the positions see: those up to themselves, within their text. `documents` (B, S)
     has the numbers of packed texts, `spans` their places: kernels attend causally within each. A `window` counts tokens
-    back from the query's own, which at `depth` is so many tokens after its position: dense chunks alone know it."""
+    back from the query's own, which stands `depth` tokens after its position; dense chunks alone can have one."""
 
     documents: Tensor | None = None
     spans: Sequence[Span] = ((slice(None), slice(None)),)
@@ -184,6 +184,7 @@ def _chunks(first: FirstKeys) -> Iterator[tuple[slice, slice]]:
     count = first.q.shape[2]
     for start in range(0, count, QUERIES_AT_ONCE):
         end = min(count, start + QUERIES_AT_ONCE)
+        # at depths past the window no key is seen: then any will do
         yield slice(start, end), slice(min(start, first.seen.first_key(start)), end)
 
 

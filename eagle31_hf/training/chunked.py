@@ -75,18 +75,16 @@ def chunked_loss(
     # One target distribution serves all predictions compared with it, which follow one another.
     targets, target_of = predictions.at[order].unique_consecutive(return_inverse=True)
     size = at_once or predictions_at_once(drafter.config, states, len(targets))
-    firsts = [
-        *(target_of[::size].tolist() or [0]),
-        len(targets) - 1,
-    ]  # of the chunks; the host waits here for all of them
+    # Of each chunk the first of `targets`, and at the end the last one: the host waits here, and for no chunk.
+    bounds = [*(target_of[::size].tolist() or [0]), len(targets) - 1]
     # Made before the first chunk, so that they do not lie between blocks of memory that all chunks use.
     figures = PredictionFigures.empty(states, with_guesses)
 
     def loss_of(logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         """Returns the loss of the predictions of chunk i and its gradient by their logits (n, Vd)."""
         chunk = order[i * size : (i + 1) * size]
-        target = target_at(targets[firsts[i] : firsts[i + 1] + 1])
-        which = target_of[i * size : (i + 1) * size] - firsts[i]
+        target = target_at(targets[bounds[i] : bounds[i + 1] + 1])
+        which = target_of[i * size : (i + 1) * size] - bounds[i]
         losses, kept, is_right, by_logits = judged(mixture, logits.detach(), target, which, weights[chunk])
         figures.loss[chunk] = losses
         figures.acceptance[chunk] = kept
@@ -105,8 +103,8 @@ def chunked_loss(
 
 def predictions_at_once(config: Any, states: Tensor, num_targets: int) -> int:
     """Returns how many of the predictions with states (N, h), compared with so many target distributions, make a chunk
-    that suits the device. Of a GPU's memory both fill a part. On a CPU a chunk has as many predictions as a state has
-    entries, or more: each chunk adds to the head's gradient (Vd, h), which is as large as so many logits."""
+    that suits the device. On a GPU the logits of both fill BYTES_AT_ONCE. On a CPU those of the draft are as large as
+    the head's gradient (Vd, h), to which each chunk adds, within CACHED_BYTES and REUSED_BYTES."""
     bytes_each = 4 * config.draft_vocab_size
     if states.device.type == "cpu":
         return max(1, min(max(CACHED_BYTES, bytes_each * states.shape[1]), REUSED_BYTES) // bytes_each)
@@ -158,7 +156,7 @@ class _Chunked(torch.autograd.Function):
         for i, chunk in enumerate(order.split(size)):
             part = states[chunk].detach()
             with torch.set_grad_enabled(with_grad):
-                # A view: autocast keeps what it makes of a leaf until its context ends.
+                # A view is no leaf: of leaves autocast keeps what it casts until its context ends.
                 logits = score(part.requires_grad_(with_grad).view_as(part))
             with torch.autocast(logits.device.type, enabled=False):  # p - q is a difference of nearly equal numbers
                 loss, by_logits = loss_of(logits, i)

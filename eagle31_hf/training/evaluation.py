@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import ConcatDataset, Dataset, Subset
-from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -28,6 +26,7 @@ from ..targets.ends import execution_device
 from .arguments import Eagle31TrainingArguments
 from .chunked import PredictionFigures
 from .documents import Text, runs
+from .flop import FlopCounter
 from .kinds import tokens_of
 from .objective import Batch, Settings, UnrollRecord, means_of, sum_dtype
 
@@ -60,13 +59,13 @@ class TrainingFigures:
     @contextmanager
     def counting(self, documents: Tensor) -> Iterator[None]:
         """A context in which a batch (B, T) is trained on: of the first one the FLOP of products and attention are
-        counted, forward and back."""
+        counted, forward and back, what is computed again included, and what another thread reads ahead left out."""
         if self.flop_of_token is not None:
             yield
             return
-        with _Flop() as flop:
+        with FlopCounter() as counter:
             yield
-        self.flop_of_token = flop.total / max(1, int(documents.count_nonzero()))
+        self.flop_of_token = counter.total / max(1, int(documents.count_nonzero()))
 
     def add_waiting(self, seconds: float) -> None:
         """Adds the seconds for which a step's batches were waited for."""
@@ -99,18 +98,6 @@ class TrainingFigures:
         self._taken_at = now
         num_broken = int(accelerator.reduce(self._num_broken.clone(), "sum"))
         return logs | ({"texts_with_broken_states": num_broken} if num_broken else {})
-
-
-class _Flop(TorchDispatchMode):
-    """The FLOP of what runs. torch's own `FlopCounterMode` takes operations apart, which rounds otherwise."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def share_of(examples: Any, index: int, count: int) -> Dataset:

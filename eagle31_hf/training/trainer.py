@@ -209,7 +209,7 @@ class Eagle31Trainer(CheckpointingTrainer):
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """Measures teacher-forced figures by depth, the accepted length by walking the answers, and what generate()
-        accepts after a few prompts, but for a target that is spread over processes."""
+        accepts after a few prompts, unless there is no target here, or one that is spread over processes."""
         if self.is_in_train:
             check_divergence(self)
         model = self.model
@@ -227,8 +227,8 @@ class Eagle31Trainer(CheckpointingTrainer):
                 evaluation.add(batch, model(batch, settings=self.args.eval_settings()))
         examples = dataloader.dataset.examples  # type: ignore[attr-defined]
         found = evaluation.metrics(self.accelerator)
-        is_spread = self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled
-        if self.args.eval_prompts and not is_spread:
+        cannot_serve = self.target is None or self.reader.in_lockstep or self.is_fsdp_enabled
+        if self.args.eval_prompts and not cannot_serve:
             found |= served(self.target, self.drafter, examples, self.args, self.accelerator)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(examples))

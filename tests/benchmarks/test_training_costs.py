@@ -37,7 +37,7 @@ def test_what_is_counted_as_saved_is_what_is_saved(recomputes, monkeypatch):
     real = saved_by_forward(Step(build("tiny", torch.bfloat16, "cpu")[0], TOKENS, DEPTH, recomputes, TEXTS))
     with training_costs.as_on_a_gpu(), counting():
         found = saved_by_forward(Step(build("tiny", torch.bfloat16, "cpu")[0], TOKENS, DEPTH, recomputes, TEXTS))
-    assert found == pytest.approx(real, rel=2e-3)  # the GPU's kernel pads a log-sum-exp
+    assert found == pytest.approx(real, rel=2e-3)  # some scalars lie in storage of their own there
 
 
 def test_products_of_the_target_are_counted():

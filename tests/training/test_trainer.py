@@ -14,7 +14,6 @@ from conftest import PROMPT, build_drafter, build_target
 from factories import VOCAB, build, target
 from hub.conftest import hub  # noqa: F401 -- a fixture
 from safetensors.torch import load_file
-from torch.utils.flop_counter import FlopCounterMode
 from training_runs import (
     CHECKPOINTING,
     MUCH_TO_RESUME,
@@ -32,6 +31,7 @@ from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.evaluation import TrainingFigures
+from eagle31_hf.training.flop import FlopCounter
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.objective import OF_ALL, OF_WATCHED
 from eagle31_hf.training.packing import PackedExamples
@@ -399,9 +399,9 @@ def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch)
     whole, own = [], trainer.training_step
 
     def counted(*args, **kwargs):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounter() as counter:
             loss = own(*args, **kwargs)
-        whole.append(counter.get_total_flops())
+        whole.append(counter.total)
         return loss
 
     trainer.training_step = counted
