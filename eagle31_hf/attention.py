@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -24,6 +25,15 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
+
+
+def rounded_once(x: Tensor) -> Tensor:
+    """Returns x as autocast would round it for the linear layers that read it: each of these would round it anew, and
+    keep a copy of its own for the backward pass."""
+    kind = x.device.type
+    if x.dtype != torch.float32 or not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class GQAttention(nn.Module):

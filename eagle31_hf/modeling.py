@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from . import vocab
-from .attention import GQAttention, MLAttention, Norm
+from .attention import GQAttention, MLAttention, Norm, rounded_once
 from .cache_names import CACHE, IS_RENAMED
 from .configuration import FIELDS, Eagle31Config
 from .errors import DraftingRefusedError
@@ -79,9 +79,9 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
             normed = self.hidden_norm(x)
             residual = normed if self.norm_before_residual else x
             x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # (B, T, 2h), embedding half first
-        attended, _ = self.self_attn(x, cos, sin, mask, past_key_values)
+        attended, _ = self.self_attn(rounded_once(x), cos, sin, mask, past_key_values)
         x = residual + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(rounded_once(self.post_attention_layernorm(x)))
 
 
 class Eagle31DrafterModel(SharesTarget, Eagle31PreTrainedModel):

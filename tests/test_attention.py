@@ -204,3 +204,29 @@ def test_a_norm_takes_states_of_16_bits_beside_a_weight_of_32_without_a_warning(
     assert_close("norm", got, norm(x.float()), 1e-6)
     assert not [warning for warning in recwarn if "fused" in str(warning.message)]
     assert norm.bfloat16()(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["eagle31", "mla", "two_layers"])
+def test_under_autocast_an_input_is_rounded_once_for_all_layers_that_read_it(kind, dtype, monkeypatch):
+    """Outputs are those of layers that round for themselves, to the bit; fewer states are kept for going back."""
+    drafter = build(**VARIANTS[kind])
+    tokens, states = inputs(drafter, 12)
+
+    def run():
+        kept = {}
+
+        def keep(x):
+            kept[x.untyped_storage().data_ptr()] = x  # which keeps the storage from being used again
+            return x
+
+        with torch.autocast("cpu", dtype), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = drafter(tokens, target_hidden_states=states).last_hidden_state
+        return out, sum(x.untyped_storage().nbytes() for x in kept.values())
+
+    out, size = run()
+    for module in ("attention", "modeling"):
+        monkeypatch.setattr(f"eagle31_hf.{module}.rounded_once", lambda x: x)
+    expected, larger = run()
+    assert out.equal(expected)
+    assert size < larger

@@ -47,12 +47,18 @@ class UnrollAttention:
         later = [pair for d, pair in enumerate(pairs) if d > 0 and (window is None or self.depth - d < window)]
         way = way_of(q, v, is_masked=window is not None)
         of_first = self.seen._replace(window=window, depth=self.depth)
-        groups = q.shape[1] // k.shape[1]
-        flat = [x.repeat_interleave(groups, dim=1) for pair in (pairs[0], *later) for x in pair]
-        out, lse = JoinedAttention.apply(q, layer.scaling, of_first, way, *flat)
+        out, lse = JoinedAttention.apply(
+            q, layer.scaling, of_first, way, *pairs[0], *(x for pair in later for x in pair)
+        )
         if layer.layer_idx == 0 and self.observe is not None:
-            self.observe(Attended(self.depth, q, lse, flat[0], flat[2::2], layer.scaling, of_first))
+            keys = [for_all_heads(key, q) for key, _ in (pairs[0], *later)]
+            self.observe(Attended(self.depth, q, lse, keys[0], keys[1:], layer.scaling, of_first))
         return out.transpose(1, 2)
+
+
+def for_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats keys or values (B, Hkv, S, ...) for the heads of queries (B, H, S, D) that share them."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 @dataclass
@@ -103,7 +109,8 @@ class MassObserver:
 
 
 class JoinedAttention(torch.autograd.Function):
-    """One softmax over the keys of depth 0 that a position sees, see `FirstKeys`, and its own later keys.
+    """One softmax over the keys of depth 0 that a position sees, see `FirstKeys`, and its own later keys; Hkv heads of
+    keys and values, each for H / Hkv heads of queries, are repeated for these while they are attended to, not kept so.
 
     The backward pass of the first part is that of its way: given the joined output and log-sum-exp it takes the
     probabilities to be the joined ones, which they are. Also returns the log-sum-exp (B, H, S), without a gradient.
@@ -113,15 +120,18 @@ class JoinedAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, scale: float, seen: Seen, way: str, k: Tensor, v: Tensor, *later: Tensor):
         """Returns output (B, H, S, V) and log-sum-exp; `way`: one of WAYS; `later`: a key and a value of every depth
         but the first."""
-        out, lse = WAYS[way].forward(FirstKeys(q, k, v, scale, seen))
+        out, lse = WAYS[way].forward(_first_keys(q, k, v, scale, seen))
         if later:
-            # (B, H, S, j)
-            scores = torch.stack([(q.float() * key.float()).sum(-1) * scale for key in later[::2]], dim=-1)
-            joined = torch.logaddexp(lse, scores.logsumexp(-1))
-            out = out.float() * (lse - joined).exp()[..., None]
+            shared = (k.shape[1], -1)  # heads: H -> (Hkv, H / Hkv)
+            queries = q.float().unflatten(1, shared)
+            # (B, Hkv, H / Hkv, S, j)
+            scores = torch.stack([(queries * key.float()[:, :, None]).sum(-1) * scale for key in later[::2]], dim=-1)
+            joined = torch.logaddexp(lse, scores.logsumexp(-1).flatten(1, 2))
+            out = (out.float() * (lse - joined).exp()[..., None]).unflatten(1, shared)
+            weights = (scores - joined.unflatten(1, shared)[..., None]).exp()
             for i, value in enumerate(later[1::2]):
-                out = out + (scores[..., i] - joined).exp()[..., None] * value.float()
-            out, lse = out.to(q.dtype), joined
+                out = out + weights[..., i, None] * value.float()[:, :, None]
+            out, lse = out.flatten(1, 2).to(q.dtype), joined
         ctx.save_for_backward(q, k, v, out, lse, *later)
         ctx.scale, ctx.seen = scale, seen
         ctx.way = way
@@ -132,14 +142,22 @@ class JoinedAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _: Tensor):
         """Gradients in the order of the arguments of `forward`."""
         q, k, v, out, lse, *later = ctx.saved_tensors
-        first = FirstKeys(q, k, v, ctx.scale, ctx.seen)
-        grad_q, grad_k, grad_v = WAYS[ctx.way].backward(first, grad, out, lse)
-        grad = grad.float()
-        grads = list[Tensor]()
-        mean = (grad * out.float()).sum(-1)
+        shared = (k.shape[1], -1)
+        first = _first_keys(q, k, v, ctx.scale, ctx.seen)
+        of_q, *of_first = WAYS[ctx.way].backward(first, grad, out, lse)
+        grads = [x.unflatten(1, shared).sum(2) for x in of_first]
+        if not later:
+            return of_q, None, None, None, *grads
+        grad, queries, of_q = (x.float().unflatten(1, shared) for x in (grad, q, of_q))
+        mean = (grad * out.float().unflatten(1, shared)).sum(-1)
         for key, value in zip(later[::2], later[1::2], strict=True):
-            weight = ((q.float() * key.float()).sum(-1) * ctx.scale - lse).exp()
-            by_score = (weight * ((grad * value.float()).sum(-1) - mean) * ctx.scale)[..., None]
-            grad_q = grad_q + (by_score * key.float()).to(q.dtype)
-            grads += [(by_score * q.float()).to(q.dtype), (weight[..., None] * grad).to(q.dtype)]
-        return grad_q, None, None, None, grad_k, grad_v, *grads
+            own_key, own_value = key.float()[:, :, None], value.float()[:, :, None]
+            weight = ((queries * own_key).sum(-1) * ctx.scale - lse.unflatten(1, shared)).exp()
+            by_score = (weight * ((grad * own_value).sum(-1) - mean) * ctx.scale)[..., None]
+            of_q = of_q + by_score * own_key
+            grads += [(by_score * queries).sum(2).to(q.dtype), (weight[..., None] * grad).sum(2).to(q.dtype)]
+        return of_q.flatten(1, 2).to(q.dtype), None, None, None, *grads
+
+
+def _first_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> FirstKeys:
+    return FirstKeys(q, for_all_heads(k, q), for_all_heads(v, q), scale, seen)

@@ -63,9 +63,10 @@ def test_a_depth_more_costs_a_depth_more():
 
 
 def test_a_micro_batch_of_qwen3_8b(capsys):
-    """Counted with torch 2.13 and transformers 5.23: 2,439 operations and 24 waits."""
+    """Counted with torch 2.13 and transformers 5.23: 2,383 operations, 24 waits, 27.9 GB. Keys repeated for all heads
+    that are kept would be 0.6 GB more, an input that each linear layer rounds for itself as much."""
     training_costs.main(["--texts", "4", "--json"])
     again, kept = json.loads(capsys.readouterr().out)["runs"]
     assert sum(kept["parts"][part]["operations"] for part in PARTS[:-1]) <= 2700
     assert sum(kept["parts"][part]["waits"] for part in PARTS[:-1]) <= 26
-    assert again["parts"]["forward"]["peak_memory"] < kept["parts"]["forward"]["peak_memory"] < 31e9
+    assert again["parts"]["forward"]["peak_memory"] < kept["parts"]["forward"]["peak_memory"] < 28.3e9
