@@ -20,6 +20,7 @@ from training import PARTS, WAYS, Step
 
 from eagle31_hf.cli.parsing import positive
 from eagle31_hf.targets.decoder_layer import why_no_norm
+from eagle31_hf.targets.fused_norms import FusedNorm
 from eagle31_hf.training import attention, chunked, target
 from eagle31_hf.training.attention_ways import FLASH_CUDA
 from eagle31_hf.training.ends import Scoring
@@ -37,7 +38,7 @@ def as_on_a_gpu() -> Iterator[None]:
         (attention, "way_of"): lambda q, v, is_masked: FLASH_CUDA,
         (chunked, "predictions_at_once"): lambda config, states, count: at_once(config, states.x, count),
         (target, "find_scoring"): lambda model: Scoring(),
-        (target, "usual_norms"): lambda model: [part for part in model.modules() if why_no_norm(part) is None],
+        (target, "usual_norms"): lambda model: [FusedNorm(part) for part in model.modules() if not why_no_norm(part)],
     }
     with ExitStack() as stack:
         for (module, name), function in replaced.items():

@@ -19,14 +19,23 @@ SIZES = (1.0, 1e-3)  # of states that norms are compared on: eps counts in the s
 _users = Users()
 
 
+class FusedNorm(StandIn):
+    """The forward of a norm that torch's operation computes."""
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        can_fuse = isinstance(x, Tensor) and x.dtype == self.module.weight.dtype and not args and not kwargs
+        return _normed(self.module, x) if can_fuse else self.own(x, *args, **kwargs)
+
+
 @torch.no_grad()
-def usual_norms(target: PreTrainedModel) -> list[nn.Module]:
-    """Returns the modules of a target that compute x / sqrt(mean(x^2) + eps) * weight, found by trying each."""
-    return [module for module in target.modules() if _is_usual(module)]
+def usual_norms(target: PreTrainedModel) -> list[FusedNorm]:
+    """Returns forwards for the modules of a target that compute x / sqrt(mean(x^2) + eps) * weight, found by trying
+    each. They are made once: what torch.compile made of a layer holds for them."""
+    return [FusedNorm(module) for module in target.modules() if _is_usual(module)]
 
 
 @contextmanager
-def fused_norms(target: PreTrainedModel, norms: list[nn.Module]) -> Iterator[None]:
+def fused_norms(target: PreTrainedModel, norms: list[FusedNorm]) -> Iterator[None]:
     """A context in which these norms of a target are one operation each, of states in the dtype of their weight; in 16
     bits it rounds once where transformers' code rounds twice."""
     with _users.using(target, lambda: _fuse(norms), lambda: _restore(norms)):
@@ -34,34 +43,30 @@ def fused_norms(target: PreTrainedModel, norms: list[nn.Module]) -> Iterator[Non
 
 
 def _is_usual(module: Any) -> bool:
+    """Returns whether a module is such a norm; one whose weight is elsewhere, or in parts, is none."""
     if why_no_norm(module) or forward_of(module)[0] is not None or isinstance(module.weight, DTensor):
         return False
     weight = module.weight
-    values = torch.randn(len(SIZES), weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    x = (values * torch.tensor(SIZES)[:, None]).to(weight.device)
     try:
-        found, expected = type(module).forward(module, x), _normed(module, x)
-    except FAILURES:  # a norm of another kind, which is given more
+        values = torch.randn(len(SIZES), weight.shape[0], generator=torch.Generator().manual_seed(0))
+        x = (values * torch.tensor(SIZES)[:, None]).to(weight.device)
+        expected = _normed(module, x)
+        is_same = (type(module).forward(module, x) - expected).abs() <= TOLERANCE * expected.abs().max()
+        return bool(is_same.all()) and type(module).forward(module, x.to(weight.dtype)).dtype == weight.dtype
+    except (*FAILURES, AssertionError):  # a norm of another kind
         return False
-    return found.shape == x.shape and bool(((found - expected).abs() <= TOLERANCE * expected.abs().max()).all())
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), eps_of(norm))
 
 
-class _OneOperation(StandIn):
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        can_fuse = isinstance(x, Tensor) and x.dtype == self.module.weight.dtype and not args and not kwargs
-        return _normed(self.module, x) if can_fuse else self.own(x, *args, **kwargs)
-
-
-def _fuse(norms: list[nn.Module]) -> None:
+def _fuse(norms: list[FusedNorm]) -> None:
     for norm in norms:
-        vars(norm).setdefault("forward", _OneOperation(norm))
+        vars(norm.module).setdefault("forward", norm)
 
 
-def _restore(norms: list[nn.Module]) -> None:
+def _restore(norms: list[FusedNorm]) -> None:
     for norm in norms:
-        if isinstance(vars(norm).get("forward"), _OneOperation):
-            del vars(norm)["forward"]
+        if isinstance(vars(norm.module).get("forward"), FusedNorm):
+            del vars(norm.module)["forward"]

@@ -103,8 +103,8 @@ def chunked_loss(
 
 def predictions_at_once(config: Any, states: Tensor, num_targets: int) -> int:
     """Returns how many of the predictions with states (N, h), compared with so many target distributions, make a chunk
-    that suits the device. On a GPU the logits of both fill BYTES_AT_ONCE. On a CPU those of the draft are as large as
-    the head's gradient (Vd, h), to which each chunk adds, within CACHED_BYTES and REUSED_BYTES."""
+    that suits the device. On a GPU the logits of both fill BYTES_AT_ONCE on average. On a CPU those of the draft are as
+    large as the head's gradient (Vd, h), to which each chunk adds, within CACHED_BYTES and REUSED_BYTES."""
     bytes_each = 4 * config.draft_vocab_size
     if states.device.type == "cpu":
         return max(1, min(max(CACHED_BYTES, bytes_each * states.shape[1]), REUSED_BYTES) // bytes_each)

@@ -29,6 +29,11 @@ class FlopCounter(TorchDispatchMode):
 
     total = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Has what is compiled stay so: dynamo would run it eagerly, and not try again later."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.total += flop_of(func, args, kwargs or {}, out)

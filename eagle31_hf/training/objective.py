@@ -89,14 +89,16 @@ class Batch:
         self.skips = skips
 
     def without_broken(self) -> tuple["Batch", Tensor]:
-        """Returns the batch without the answers of texts with a state that is not finite, and the number of these
-        texts, a scalar. Their states are set to 0, in place: a copy of all states may be of gigabytes."""
+        """Returns the batch without the answers and states of texts with a state that is not finite, and the number of
+        these texts, a scalar."""
         is_broken = ~(self.states.isfinite().all(-1) & self.last_states.isfinite().all(-1))  # (B, T)
         numbers = self.documents
         by_text = torch.zeros(len(numbers), int(numbers.max()) + 1, device=numbers.device)
         by_text = by_text.scatter_reduce(1, numbers, is_broken.float(), "amax")
         dropped = by_text.gather(1, numbers).bool()
-        states, last_states = (x.masked_fill_(dropped[..., None], 0.0) for x in (self.states, self.last_states))
+        if not dropped.any():  # a copy of all states may be of gigabytes
+            return self, by_text.sum()
+        states, last_states = (x.masked_fill(dropped[..., None], 0.0) for x in (self.states, self.last_states))
         answers = self.answers & ~dropped
         kept = Batch(self.input_ids, answers, self.documents, states, last_states, self.skips)
         return kept, by_text.sum()

@@ -47,17 +47,17 @@ def unroll(
     attention = UnrollAttention(documents, observe)
     masks = dict.fromkeys(drafter.config.layer_types, attention)
 
-    def step(k: int, source: dict[str, Tensor]) -> Tensor:
+    def step(k: int, states: Tensor) -> Tensor:
         attention.depth = k
         tokens = pad(input_ids[:, 1 + k :], (0, k))
-        given = {name: states.to(drafter.norm.weight.dtype) for name, states in source.items()}
+        # the target's are cast here, so that no copy of them is kept where depths are computed again
+        source = {"hidden_states": states} if k else {"target_hidden_states": states.to(drafter.norm.weight.dtype)}
         return drafter(
-            tokens, **given, position_ids=positions + k, attention_mask=masks, logits_to_keep=None, return_dict=True
+            tokens, **source, position_ids=positions + k, attention_mask=masks, logits_to_keep=None, return_dict=True
         ).last_hidden_state
 
-    source = {"target_hidden_states": states[:, :num_positions]}
+    states = states[:, :num_positions]
     for k in range(depth):
-        state = checkpoint(step, k, source, use_reentrant=False) if recompute else step(k, source)
-        source = {"hidden_states": state}
-        state = state[:, : num_positions - k]
+        states = checkpoint(step, k, states, use_reentrant=False) if recompute else step(k, states)
+        state = states[:, : num_positions - k]
         yield state if drafter.config.norm_output else drafter.norm(state), state

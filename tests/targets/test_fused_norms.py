@@ -73,7 +73,88 @@ class Gated(LlamaRMSNorm):
         return super().forward(x) * gate
 
 
-@pytest.mark.parametrize("kind", [Shifted, WithoutEps, Gated])
+class Asserting(LlamaRMSNorm):
+    def forward(self, x):
+        assert x.dim() == 3
+        return super().forward(x)
+
+
+class OfTwo(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class InFp32(LlamaRMSNorm):
+    """One that returns its states in fp32, whatever it is given."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.bfloat16()
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+class Scalar(nn.Module):
+    eps = 1e-6
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Elsewhere(LlamaRMSNorm):
+    """One whose weight another part of the program keeps, and brings when it runs."""
+
+    def __init__(self, width):
+        super().__init__(0)
+
+
+OTHERS = [Shifted, WithoutEps, Gated, Asserting, OfTwo, InFp32, Scalar, Elsewhere]
+
+
+def test_a_weight_that_is_offloaded_is_left_alone():
+    assert usual_norms(LlamaRMSNorm(16).to("meta")) == []
+
+
+class MayBeGated(LlamaRMSNorm):
+    def forward(self, x, gate=1.0):
+        return super().forward(x) * gate
+
+
+def test_what_a_norm_is_given_besides_is_not_dropped():
+    norm = MayBeGated(16)
+    x = torch.randn(3, 16)
+    with torch.no_grad(), fused_norms(norm, usual_norms(norm)):
+        assert "forward" in vars(norm)
+        assert norm(x, 3.0).equal(MayBeGated(16)(x, 3.0))
+        assert norm(x, gate=3.0).equal(MayBeGated(16)(x, 3.0))
+
+
+def test_a_compiled_layer_stays_compiled_however_often_it_is_read():
+    frames, target = [], build_target("llama")
+
+    def counting(graph, inputs):
+        def run(*given):
+            frames.append(1)
+            return graph(*given)
+
+        return run
+
+    for layer in target.model.layers:
+        layer.compile(backend=counting)
+    norms = usual_norms(target)
+    for _ in range(12):  # torch gives up after eight
+        frames.clear()
+        with fused_norms(target, norms):
+            logits_of(target)
+        assert len(frames) >= target.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_a_norm_of_another_kind_is_left_alone(kind):
     assert usual_norms(kind(16)) == []
 
@@ -115,10 +196,10 @@ def test_the_last_of_several_contexts_of_threads_restores():
     with fused_norms(target, norms):
         thread.start()
         assert inside.wait(60)
-    assert all("forward" in vars(norm) for norm in norms)
+    assert all("forward" in vars(norm.module) for norm in norms)
     leave.set()
     thread.join()
-    assert not any("forward" in vars(norm) for norm in norms)
+    assert not any("forward" in vars(norm.module) for norm in norms)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda target: pickle.loads(pickle.dumps(target))])

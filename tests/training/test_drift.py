@@ -36,10 +36,10 @@ def full_attention(seen, documents, window):
 
 
 @pytest.mark.parametrize("documents", [torch.ones(2, LENGTH, dtype=torch.long), PACKED], ids=["one_text", "packed"])
-@pytest.mark.parametrize(("kind", "window"), [("eagle31", None), ("window_3", 3)])
+@pytest.mark.parametrize(("kind", "window"), [("eagle31", None), ("window_3", 3), ("window_3", 2)])
 @torch.no_grad()
 def test_masses_are_those_of_the_full_attention(kind, window, documents):
-    drafter = build(**VARIANTS[kind])
+    drafter = build(**VARIANTS[kind] | ({"sliding_window": window} if window else {}))
     mass = MassObserver(documents[:, :-1])
     for seen in seen_by(drafter, documents):
         mass.observe(seen)

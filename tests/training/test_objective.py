@@ -162,6 +162,23 @@ def test_a_text_with_broken_states_is_left_out_whole(broken):
     assert int(batch.without_broken()[1]) == 0
 
 
+def test_states_that_were_given_stay_as_they_are():
+    """A dataset in memory is read in every epoch."""
+    whole = batch_of(build())
+    whole.states[0, 7, 3] = float("nan")
+    before = whole.states.clone()
+    batch, _ = whole.without_broken()
+    assert whole.states.equal(before) or whole.states.isnan().equal(before.isnan())
+    assert batch.states.isfinite().all()
+    assert batch_of(build()).without_broken()[0].states.isfinite().all()
+
+
+def test_states_to_score_are_handed_over():
+    drafter, batch = build(), batch_of(build())
+    outputs = objective_of(drafter)(batch)
+    assert outputs["record"].states == []
+
+
 def test_padding_changes_nothing():
     drafter = build()
     short = batch_of(drafter)

@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,7 +175,9 @@ def test_recomputed_depths_give_the_same_weights(tmp_path):
 
 def test_a_compiled_objective_gives_the_same_weights(tmp_path):
     options = PLAIN | {"max_steps": 1, "depth": 2}
+    torch._dynamo.utils.counters.clear()
     compiled = run(make_trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager", **options))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "it ran eagerly"
     assert_same(compiled, run(make_trainer(tmp_path, **options)), SUMMED)
 
 
@@ -411,6 +414,16 @@ def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch)
     assert log["tflops"] == pytest.approx(log["tokens_per_second"] * of_token / 1e12, rel=1e-3)
     tokens = sum(len(example["input_ids"]) for example in make_examples(4))
     assert 0.9 * of_token * tokens < sum(whole) < 1.1 * of_token * tokens  # texts differ in length
+
+
+def test_the_arithmetic_is_that_of_each_device():
+    both = SimpleNamespace(num_processes=2, device=torch.device("cpu"), reduce=lambda x, how: 2 * x)
+    figures = TrainingFigures(torch.device("cpu"))
+    figures.flop_of_token = 1e12
+    figures.begin(torch.ones(1, 40, dtype=torch.long))
+    figures.add(torch.ones(2 + len(OF_ALL) + len(OF_WATCHED), 2))
+    logs = figures.take(both)
+    assert logs["tflops"] == pytest.approx(logs["tokens_per_second"] / 2)
 
 
 def test_batches_are_read_by_a_thread_and_stay_on_the_host_until_they_are_trained_on(tmp_path):

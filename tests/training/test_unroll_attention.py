@@ -107,6 +107,14 @@ def test_as_the_dense_mask(monkeypatch, window, documents, width, at_once):
         assert_close(f"gradient {i}", found.expand_as(wanted) if found.numel() == 1 else found, wanted, FORWARD, scale)
 
 
+def test_a_window_begins_where_the_query_s_own_token_sees():
+    """At depth 2 the token of position 10 is the twelfth: it sees four of them, itself included."""
+    seen = Seen(window=4, depth=2)
+    assert seen.first_key(10) == 9
+    assert seen.mask(slice(10, 11), slice(7, 11), torch.device("cpu"))[0, 0, 0].tolist() == [False, False, True, True]
+    assert Seen(window=4).first_key(2) == 0
+
+
 class Largest(TorchDispatchMode):
     """Notes how many numbers the largest result of an operation has."""
 
