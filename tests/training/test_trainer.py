@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 from eagle31_hf import Eagle31DrafterModel
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.storage.fingerprints import weights_fingerprint
+from eagle31_hf.training import evaluation
 from eagle31_hf.training.ends import find_scoring
 from eagle31_hf.training.evaluation import TrainingFigures
 from eagle31_hf.training.flop import FlopCounter
@@ -408,7 +409,10 @@ def test_the_arithmetic_of_a_second_is_that_of_its_tokens(tmp_path, monkeypatch)
         return loss
 
     trainer.training_step = counted
+    counters = []
+    monkeypatch.setattr(evaluation, "FlopCounter", lambda: counters.append(FlopCounter()) or counters[-1])
     trainer.train()
+    assert len(counters) == 1
     [log] = [log for log in trainer.state.log_history if "tflops" in log]
     of_token = trainer._figures.flop_of_token
     assert log["tflops"] == pytest.approx(log["tokens_per_second"] * of_token / 1e12, rel=1e-3)
