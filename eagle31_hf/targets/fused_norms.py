@@ -30,8 +30,9 @@ class FusedNorm(StandIn):
 @torch.no_grad()
 def usual_norms(target: PreTrainedModel) -> list[FusedNorm]:
     """Returns forwards for the modules of a target that compute x / sqrt(mean(x^2) + eps) * weight, found by trying
-    each. They are made once: what torch.compile made of a layer holds for them."""
-    return [FusedNorm(module) for module in target.modules() if _is_usual(module)]
+    each. What is compiled is left as it is: it fuses its norms itself, and would be compiled anew for each of ours."""
+    compiled = {id(part) for module in target.modules() if _is_compiled(module) for part in module.modules()}
+    return [FusedNorm(part) for part in target.modules() if id(part) not in compiled and _is_usual(part)]
 
 
 @contextmanager
@@ -40,6 +41,10 @@ def fused_norms(target: PreTrainedModel, norms: list[FusedNorm]) -> Iterator[Non
     bits it rounds once where transformers' code rounds twice."""
     with _users.using(target, lambda: _fuse(norms), lambda: _restore(norms)):
         yield
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _is_usual(module: Any) -> bool:

@@ -144,14 +144,20 @@ def test_a_compiled_layer_stays_compiled_however_often_it_is_read():
 
         return run
 
+    torch._dynamo.reset()  # what other tests compiled of the same code counts, too
     for layer in target.model.layers:
         layer.compile(backend=counting)
     norms = usual_norms(target)
+    assert [norm.module for norm in norms] == [target.model.norm]
     for _ in range(12):  # torch gives up after eight
         frames.clear()
         with fused_norms(target, norms):
             logits_of(target)
         assert len(frames) >= target.config.num_hidden_layers
+
+
+def test_a_target_that_is_compiled_as_a_whole_is_left_alone():
+    assert usual_norms(torch.compile(build_target("llama"), backend="eager")) == []
 
 
 @pytest.mark.parametrize("kind", OTHERS)
