@@ -20,7 +20,8 @@ _users = Users()
 
 
 class FusedNorm(StandIn):
-    """The forward of a norm that torch's operation computes."""
+    """A forward that stands in for a norm's own: torch's operation, where it is given states alone, in the dtype of
+    the weight."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         can_fuse = isinstance(x, Tensor) and x.dtype == self.module.weight.dtype and not args and not kwargs
