@@ -82,13 +82,12 @@ def measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _summary_of(args: argparse.Namespace, tokens: int, recomputes: bool) -> dict[str, Any]:
-    """Returns the costs of a run's parts, and what follows: its tokens a second, and its peak of memory."""
+    """Returns the costs of a run's parts, and the tokens a second that follow."""
     ledger = count_step(args.shape, tokens, args.depth, recomputes, args.texts)
     parts = {part: _sums([row for row in ledger.rows if row.part == part], ledger.peak[part]) for part in PARTS}
     micro_batch = sum(parts[part]["seconds"] for part in PARTS if part != "optimizer")
     step = args.accumulate * micro_batch + parts["optimizer"]["seconds"]
-    peak = max(ledger.peak[part] for part in PARTS)
-    return {"parts": parts, "tokens_per_second": args.accumulate * tokens / step, "peak_memory": peak}
+    return {"parts": parts, "tokens_per_second": args.accumulate * tokens / step}
 
 
 def _sums(rows: list[Cost], peak: int) -> dict[str, float]:
@@ -98,21 +97,19 @@ def _sums(rows: list[Cost], peak: int) -> dict[str, float]:
         "flop": sum(row.flop for row in rows),
         "bytes": sum(row.nbytes for row in rows),
         "seconds": sum(map(seconds_of, rows)),
-        "launch_seconds": LAUNCH * len(rows),
         "peak_memory": peak,
     }
 
 
 def _table(run: dict[str, Any]) -> str:
     lines = [
-        f"{run['tokens']:,} tokens, activations {run['activations']}: {run['tokens_per_second']:,.0f} tokens/s,"
-        f" {run['peak_memory'] / 1e9:.1f} GB",
+        f"{run['tokens']:,} tokens, activations {run['activations']}: {run['tokens_per_second']:,.0f} tokens/s",
         f"{'':<10} operations  waits    TFLOP       GB       ms  launched in ms  peak memory",
     ]
     for part, found in run["parts"].items():
         lines.append(
             f"{part:<10}{found['operations']:>11,}{found['waits']:>7}{found['flop'] / 1e12:>9.1f}"
-            f"{found['bytes'] / 1e9:>9.1f}{1e3 * found['seconds']:>9.1f}{1e3 * found['launch_seconds']:>16.1f}"
+            f"{found['bytes'] / 1e9:>9.1f}{1e3 * found['seconds']:>9.1f}{1e3 * LAUNCH * found['operations']:>16.1f}"
             f"{found['peak_memory'] / 1e9:>10.1f} GB"
         )
     return "\n".join(lines)

@@ -49,8 +49,13 @@ class CheckpointingTrainer(Trainer):
         self.optimizer_names = optimizer_names(self.args, given)
 
     @property
+    def objective(self) -> Any:
+        """The drafter with its loss, out of what wraps it."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
     def drafter(self) -> Eagle31DrafterModel:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False).drafter
+        return self.objective.drafter
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Makes Muon for the drafter's matrices, and what transformers makes for everything else; for all of it where

@@ -143,7 +143,7 @@ class Eagle31Trainer(CheckpointingTrainer):
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch: Tensor | None = None):
         """Returns the loss of one batch. Gradients of processes are averaged, so it is scaled by their number."""
         is_logged = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or self.args.logging_steps)) == 0
-        self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = is_logged
+        self.objective.watches = is_logged
         outputs = model(self.batch(inputs), totals=num_items_in_batch)
         self._figures.add(outputs["sums"])
         loss = outputs["loss"] * self.accelerator.num_processes
@@ -218,7 +218,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             self.model = model if self.is_fsdp_enabled else self.model
         model.eval()
         self.settle_optimizer()
-        self.accelerator.unwrap_model(model, keep_torch_compile=False).watches = True
+        self.objective.watches = True
         stops = stop_ids(self.reader if self.target is None else self.target, self.processing_class)
         evaluation = Evaluation(self.args.eval_settings(), self.drafter.draft_to_target_ids(), {*stops})
         with torch.no_grad():
