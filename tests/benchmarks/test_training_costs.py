@@ -52,6 +52,20 @@ def test_products_of_the_target_are_counted():
     assert read > 2 * of_a_layer * fields["num_hidden_layers"]  # each weight once, in 16 bits
 
 
+def test_of_a_table_the_rows_that_are_read_or_written_count():
+    with counting() as ledger:
+        table, ids = torch.zeros(1000, 8), torch.arange(5)
+        ledger.rows.clear()
+        rows = nn.functional.embedding(ids, table)
+        table[ids] = rows
+        rows + rows
+    assert [(row.name, row.nbytes) for row in ledger.rows] == [
+        ("embedding", 2 * 5 * 8 * 4),
+        ("index_put_", 2 * 5 * 8 * 4),
+        ("add", 3 * 5 * 8 * 4),
+    ]
+
+
 def test_a_depth_more_costs_a_depth_more():
     few, more, most = (training_costs.count_step("tiny", TOKENS, depth, False, TEXTS) for depth in (2, 3, 4))
 
