@@ -71,7 +71,7 @@ def heads(value: int, config: dict[str, Any]) -> int:
 # The first pattern that a name matches in full says how its size shrinks: to a number at most, or as a function of it
 # and of the config.
 RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
-    (r"(text_)?vocab_size(_per_layer_input)?", lambda *_: VOCAB),
+    (r"(text_|unpadded_)?vocab_size(_per_layer_input)?", lambda *_: VOCAB),
     # special tokens become the last ids, which the trial's prompt has none of
     (r"\w*token_(id|index)", lambda value, config: VOCAB - 1 - value % 8),
     (
@@ -81,6 +81,10 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"o_groups|linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
+    # looped transformers: of Inkling 2 the third and fourth layer are run again, of Dory, whose config counts a layer
+    # as two, the second and third
+    (r"n_layers_per_attn_res_block|loop_layer_index_start|n_(input|output)_layers", 2),
+    (r"loop_layer_index_end|n_recurrent_layers", 4),
     (r"linear_num_value_heads", HEADS),
     (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
     (r"mamba_d_ssm|attention_hidden_size", lambda *_: 2 * WIDTH),
@@ -174,6 +178,8 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
             depth = max([depth, *(1 + kinds.index(kind) for kind in set(kinds))])
         if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(value) is int and value <= num_layers:
             depth = max(depth, value)
+    if "mlp" in (values.get("layer_types") or ()):
+        depth += depth % 2  # Dory's layers count as two each, attention and MLP
     return min(num_layers, 2 * depth if values.get(SHARED_KEYS) else depth)
 
 

@@ -21,7 +21,7 @@ from ..cache.states import is_of_transformers, is_recurrent
 from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
-from ..targets.layers import decoder_layers
+from ..targets.layers import decoder_layers, loops_of
 from .sequences import Stopping
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
@@ -35,10 +35,16 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
         return f"{name} is an encoder-decoder; expected a decoder-only causal LM"
     if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
         return f"{name} makes a cache of its own kind; expected a target for which generate() makes a DynamicCache"
-    if hasattr(config, "vision_config") and hasattr(config.get_text_config(decoder=True), "cross_attention_layers"):
+    text = config.get_text_config(decoder=True)
+    if hasattr(config, "vision_config") and hasattr(text, "cross_attention_layers"):
         return f"{name} keeps an image's states among its cached keys; expected a target whose cache holds the text's"
+    if loops_of(text)[2] > 1 and getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        return (
+            f"{name} keeps the keys of its last loop alone, so that over several tokens it computes something else than"
+            " one by one; expected recurrent_kv_cache_mode='per_loop' in the config"
+        )
     is_stateful = getattr(model_class, "_is_stateful", False)
-    own = DynamicCache(config=config.get_text_config(decoder=True)) if is_stateful else None
+    own = DynamicCache(config=text) if is_stateful else None
     if own is not None and not is_recurrent(own) and not has_compressed(own):
         return (
             f"{name} keeps a recurrent state that cannot drop rejected tokens; expected an attention-only target or,"

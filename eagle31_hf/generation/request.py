@@ -26,7 +26,7 @@ from ..targets.layers import (
     capture_states,
     decoder_layers,
     has_hooks,
-    layers_that_share,
+    layers_read,
 )
 from ..targets.masks import windows_of
 from ..targets.probe import why_no_trees
@@ -169,8 +169,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         read_text = read_text_of(runner.past_key_values, request.drafter)
         proposer, unread = drafting_of(request, runner, noise, read_text)
         wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
-        shared, streams = layers_that_share(request.target), are_streams_first(request.target)
-        collector = OutputCollector(config, runner.past_key_values, shared, streams)
+        order = layers_read(request.target), are_streams_first(request.target)
+        collector = OutputCollector(config, runner.past_key_values, *order)
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (

@@ -15,6 +15,7 @@ from ..cache.transfer import Commit, Mirrored
 from ..cache_names import cache_in
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_drafted_call
+from ..targets.layers import add_loops
 from ..targets.masks import slot_masks
 from ..targets.recurrent import Mixers
 from .sequences import Sequences
@@ -43,6 +44,7 @@ class TargetRunner:
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.past_key_values: Cache = cache_in(model_kwargs)
+        add_loops(self.past_key_values, target.config.get_text_config(decoder=True))
         self.mixers = Mixers(target, self.past_key_values)
         mask = model_kwargs.get("attention_mask")
         # With a cache from an earlier turn the prompt is the whole text or only its new part; the mask covers the whole

@@ -4,6 +4,7 @@ Hooks leave the user's own `output_hidden_states` alone and mean the same in eve
 B batch, T tokens, n states read of each token, ht target width, V target vocabulary.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,8 +70,8 @@ class CapturedStates:
     The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that
     the user's streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards
     are those of its thread that write to its cache, `past_key_values`, or, where that is None, all of its thread.
-    `config`: the target's, of its text.
-    `on_forward` is called after each of them.
+    `config`: the target's, of its text. Of a layer that a forward runs several times (looped transformers) the last
+    states count. `on_forward` is called after each of the call's own forwards.
     """
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None, config: PreTrainedConfig | None = None):
@@ -81,14 +82,18 @@ class CapturedStates:
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
         self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
+        self._num_before = [0] * num_states  # chunks of each layer that earlier forwards have left
         self.on_forward: Callable[[], None] | None = None
 
     def begin(self, arguments: Iterable[object]) -> bool:
         """A forward of the decoder begins. Returns whether it is the call's own."""
         if threading.get_ident() != self._thread:
             return False
-        self._forwards.append(any(argument is self._past_key_values for argument in arguments))
-        return self._forwards[-1]
+        is_ours = self._past_key_values is None or any(argument is self._past_key_values for argument in arguments)
+        self._forwards.append(is_ours)
+        if is_ours:
+            self._num_before = [len(chunks) for chunks in self._chunks]
+        return is_ours
 
     def end(self, has_failed: bool) -> None:
         """The innermost forward under way ends."""
@@ -112,7 +117,7 @@ class CapturedStates:
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
                     f" (batch, tokens, {self._width or 'width'}). It does not work with this architecture."
                 )
-            self._chunks[index].append(states)
+            self._chunks[index][self._num_before[index] :] = [states]
 
     def take(self) -> Tensor:
         """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
@@ -123,6 +128,7 @@ class CapturedStates:
         """Drops everything captured since the last call of `take`."""
         for chunks in self._chunks:
             chunks.clear()
+        self._num_before = [0] * len(self._chunks)
 
     def pieces(self, size: int) -> Iterator[Tensor]:
         """Yields what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
@@ -154,14 +160,38 @@ def are_streams_first(target: PreTrainedModel) -> bool:
     return hasattr(target.config.get_text_config(decoder=True), "altup_active_idx")
 
 
-def layers_that_share(target: PreTrainedModel) -> list[int]:
-    """Returns, for each of the last layers that keep no keys of their own (Gemma 3n and 4), the layer whose keys it
-    reads: the last of its kind before all of them."""
+def loops_of(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Returns which layers of a looped transformer a forward runs several times, from the first of them to the one
+    after the last, and how many times, by a target's text config; (0, 0, 1) of other targets."""
+    if hasattr(config, "loop_num_passes"):  # Inkling 2's
+        return config.loop_layer_index_start, config.loop_layer_index_end, config.loop_num_passes
+    if hasattr(config, "n_recurrent_loops"):  # Dory's
+        first = config.n_input_layers
+        return first, first + config.n_recurrent_layers, config.n_recurrent_loops
+    return 0, 0, 1
+
+
+def add_loops(cache: Cache, config: PreTrainedConfig) -> None:
+    """Adds the layers in which later runs of a looped transformer's layers keep their keys to an empty cache, as the
+    target's first forward does: during a call of ours it would find other layers than its own."""
+    first, end, times = loops_of(config)
+    if times > 1 and len(cache.layers) == config.num_hidden_layers:
+        cache.layers += [copy.deepcopy(layer) for layer in cache.layers[first:end] * (times - 1)]
+
+
+def layers_read(target: PreTrainedModel) -> list[int]:
+    """Returns which of a cache's layers with keys each run of a layer reads, in the order of a forward; nothing where
+    that is one after the other. Later runs of a looped transformer read layers that `add_loops` adds; the last layers
+    of Gemma 3n and 4, which keep no keys, those of the last layer of their kind that does."""
     config = target.config.get_text_config(decoder=True)
+    first, end, times = loops_of(config)
+    if times > 1:
+        later = range(config.num_hidden_layers, config.num_hidden_layers + (times - 1) * (end - first))
+        return [*range(end), *later, *range(end, config.num_hidden_layers)]
     count = getattr(config, "num_kv_shared_layers", None) or 0
     kinds = config.layer_types if count else []
-    own = len(kinds) - count
-    return [max(i for i in range(own) if kinds[i] == kind) for kind in kinds[own:]]
+    own = range(len(kinds) - count)
+    return [*own, *(max(i for i in own if kinds[i] == kind) for kind in kinds[len(own) :])]
 
 
 @contextmanager
@@ -173,10 +203,10 @@ def capture_states(
     layers, config = decoder_layers(target), target.config.get_text_config(decoder=True)
     captured = CapturedStates(len(layer_ids), past_key_values, config)
     with ExitStack() as hooks:
-        if past_key_values is not None:
-            num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
-            for hook in _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys):
-                hooks.enter_context(hook)
+        num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
+        reads_shared = past_key_values is not None and max(layer_ids) > num_own_keys
+        for hook in _forward_hooks(decoder_of(target), captured, reads_shared):
+            hooks.enter_context(hook)
         for index, layer_id in enumerate(layer_ids):
             hooks.enter_context(_hook(layers, layer_id, partial(captured.append, index)))
         yield captured

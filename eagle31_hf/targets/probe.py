@@ -19,7 +19,7 @@ from ..cache.transfer import Mirrored
 from ..cache_names import cache_argument
 from ..kernels.operation import SWITCH
 from .ends import execution_device
-from .layers import rounded_anew
+from .layers import add_loops, rounded_anew
 from .masks import MASKLESS, slot_masks, span_masks
 from .recurrent import Mixers
 from .tree_attention import attention_of_rounds, own_attention
@@ -251,9 +251,17 @@ def random_tree(target: PreTrainedModel) -> Tree:
     return Tree(draw[:, :PREFIX], draw[:, PREFIX:], ancestors, ancestors.sum(2) - 1)
 
 
+def empty_cache(target: PreTrainedModel) -> DynamicCache:
+    """A cache for a target, as generate() makes it."""
+    config = target.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    add_loops(cache, config)
+    return cache
+
+
 def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, by a mask of four dimensions."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    cache = empty_cache(target)
     given = cache_argument(target.forward, cache) | {"use_cache": True}
     with Mixers(target, cache) as mixers:
         with mixers.finding():
@@ -271,7 +279,7 @@ def tree_in_slots(target: PreTrainedModel, tree: Tree) -> Tensor:
 
 def tree_from_arena(target: PreTrainedModel, tree: Tree) -> Tensor:
     """The target's logits (1, N, V) over a tree, read from an arena by masks of spans."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    cache = empty_cache(target)
     given = cache_argument(target.forward, cache)
     starts = torch.full_like(tree.depths[:, :1], PREFIX)
     bits = (tree.visible.long() << torch.arange(len(PARENTS), device=starts.device)).sum(2)
@@ -310,7 +318,7 @@ def _error(target: PreTrainedModel, logits_of: Callable[[PreTrainedModel, Tree],
 def _read(target: PreTrainedModel, prefix: Tensor, new: Tensor) -> Tensor:
     """The target's logits (1, n, V) for the tokens `new` (1, n) after a prefix: one by one, as plain decoding reads
     them, where states tell it from reading all at once."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    cache = empty_cache(target)
     if not is_recurrent(cache):
         ids = torch.cat((prefix, new), dim=1)
         return target(input_ids=ids, use_cache=False).logits[:, prefix.shape[1] :]

@@ -96,6 +96,14 @@ SHARED_KEYS = PER_LAYER | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
 }
+LOOPED = WINDOWED | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "n_input_layers": 1,
+    "n_recurrent_layers": 2,
+    "n_output_layers": 1,
+    "n_recurrent_loops": 3,
+}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -170,6 +178,7 @@ FAMILIES = {
     "Falcon, rope": Family("FalconConfig", FALCON),
     "Cohere": Family("CohereConfig"),
     "Apertus": Family("ApertusConfig"),
+    "Apertus 1.5": Family("Apertus1p5TextConfig"),
     "Arcee": Family("ArceeConfig"),
     "Helium": Family("HeliumConfig"),
     "ModernBERT decoder": Family(
@@ -177,6 +186,7 @@ FAMILIES = {
         ALTERNATING | {"local_attention": WINDOW} | dict.fromkeys(NO_SPECIAL_TOKENS, -1),  # which it has to have
     ),
     "Seed-OSS": Family("SeedOssConfig"),
+    "EXAONE": Family("ExaoneConfig"),
     "HunYuan": Family("HunYuanDenseV1Config"),
     "ERNIE 4.5": Family("Ernie4_5Config"),
     "DiffLlama": Family("DiffLlamaConfig", SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2}),
@@ -232,6 +242,7 @@ FAMILIES = {
     "Granite-MoE": Family("GraniteMoeConfig", SHAPE | EXPERTS),
     "PhiMoE, window": Family("PhimoeConfig", WINDOWED | EXPERTS),
     "GLM-4-MoE": Family("Glm4MoeConfig", ROUTED),
+    "Sarvam-MoE": Family("SarvamMoEConfig", ROUTED),
     "dots1, window": Family("Dots1Config", ROUTED | ALTERNATING),
     "AFMoE, window": Family("AfmoeConfig", ALTERNATING | EXPERTS),
     "MiniMax-M2": Family("MiniMaxM2Config", SHAPE | EXPERTS | {"rotary_dim": 6}),
@@ -250,6 +261,7 @@ FAMILIES = {
     # latent and sparse attention
     "DeepSeek-V2 (MLA)": Family("DeepseekV2Config", LATENT | {"topk_method": "greedy"}),
     "DeepSeek-V3 (MLA)": Family("DeepseekV3Config", LATENT),
+    "Sarvam (MLA)": Family("SarvamMLAConfig", LATENT),
     "LongCat-Flash (MLA)": Family(  # its layers attend twice each
         "LongcatFlashConfig",
         {k: v for k, v in LATENT.items() if k != "num_hidden_layers"}
@@ -260,6 +272,11 @@ FAMILIES = {
     ),
     "GLM-MoE-DSA (sparse)": Family("GlmMoeDsaConfig", INDEXED, tree=CHAINS),
     "HY-V4 (sparse)": Family("HYV4Config", INDEXED | {"hc_mult": 2}, tree=CHAINS),
+    # looped: some layers run several times in a forward, each time over keys of their own, or over those of the last
+    "Dory, window, loops": Family("DoryConfig", LOOPED),
+    "Dory, keys of the last loop": Family(
+        "DoryConfig", LOOPED | {"recurrent_kv_cache_mode": "last_loop"}, **ALWAYS_REFUSED
+    ),
     # multimodal, over text
     "Gemma3 multimodal, window": Family(
         "Gemma3Config", {"text_config": ALTERNATING, "vision_config": VISION, "mm_tokens_per_image": 4}

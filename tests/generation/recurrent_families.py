@@ -24,6 +24,9 @@ SWA = SHAPE | EXPERTS | {
     "swa_num_attention_heads": 3, "swa_num_key_value_heads": 1, "swa_head_dim": 12, "sliding_window_size": 8,
     "d_rel": 4, "rel_extent": 64, "n_shared_experts": 1, "local_layer_ids": [0, 2],
 }  # fmt: skip
+SWA_2 = {k: v for k, v in SWA.items() if k != "intermediate_size"} | {
+    "unpadded_vocab_size": 23, "n_layers_per_attn_res_block": 2,
+}  # fmt: skip
 NEMOTRON = {
     "mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 1, "ssm_state_size": 6, "chunk_size": 8,
     "layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"],
@@ -41,6 +44,7 @@ RECURRENT_FAMILIES = {
     "Qwen3-Next": ("Qwen3NextConfig", DELTA | EXPERTS | CALM),
     "Qwen3.5": ("Qwen3_5TextConfig", DELTA),
     "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS | CALM),
+    "Lara-Mini": ("LaraMiniConfig", DELTA | EXPERTS | CALM | {"layer_types": [L, S, L, F], "sliding_window": 8}),
     "OLMo-Hybrid": ("OlmoHybridConfig", DELTA),
     "Kimi-Linear": ("KimiLinearConfig", KIMI | {"layer_types": [L, F, L, F]}, 2),
     "Bailing-Hybrid": (
@@ -82,15 +86,16 @@ RECURRENT_FAMILIES = {
         },
     ),
     "Inkling": ("InklingTextConfig", SWA),
-    "Inkling2": (
-        "Inkling2TextConfig",
-        {k: v for k, v in SWA.items() if k != "intermediate_size"}
-        | {"unpadded_vocab_size": 23, "n_layers_per_attn_res_block": 2},
-        1,
+    "Inkling2": ("Inkling2TextConfig", SWA_2, 1),
+    "Inkling2, loops": (
+        "Inkling2LoopTextConfig",
+        SWA_2
+        | {"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3, "loop_gate_rank": 5}
+        | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 3},
     ),
 }
 # Chains, and batches in step: they attend by where tokens stand in the longest sequence.
-CHAINS_OF_STATES = ("Inkling", "Inkling2")
+CHAINS_OF_STATES = ("Inkling", "Inkling2", "Inkling2, loops")
 # Chains, and batches in step: of each token their layers pass several states on, of hyper-connections.
 STREAMS = {
     "Qwen4-Exp": (
