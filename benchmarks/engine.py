@@ -21,6 +21,7 @@ from synthetic import MARK, synthetic_decoding
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     LlamaConfig,
     NemotronHConfig,
@@ -32,6 +33,7 @@ from transformers import (
 from eagle31_hf.acceptance import track_acceptance
 from eagle31_hf.bench import environment, synchronize
 from eagle31_hf.cache import adopt as cache
+from eagle31_hf.cache_names import cache_argument
 from eagle31_hf.cli.parsing import positive
 from eagle31_hf.configuration import Eagle31Config
 from eagle31_hf.modeling import Eagle31DrafterModel
@@ -187,13 +189,13 @@ class Recording:
         return call
 
     def _add(self, i: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        past = kwargs["past_key_values"]
+        past = next(value for value in kwargs.values() if isinstance(value, Cache))
         place = cache.slot_layers(past)[0].placement
         self.calls.append(
             (
                 i,
                 args,
-                {**kwargs, "past_key_values": None},
+                {name: value for name, value in kwargs.items() if value is not past},
                 cache.length(past),
                 (place.slots, place.written, place.low, place.high),
             )
@@ -211,7 +213,7 @@ class Recording:
     def _replay(self, filled: list[tuple], num_rows: int, num_tokens: int) -> float:
         target, drafter = self.models
         ids = torch.zeros(num_rows, num_tokens, dtype=torch.long, device=target.device)
-        target(ids, past_key_values=filled[0][0], logits_to_keep=1)
+        target(ids, **cache_argument(target.forward, filled[0][0]), logits_to_keep=1)
         states = torch.randn(*ids.shape, drafter.config.hidden_size, dtype=drafter.dtype, device=target.device)
         drafter(ids, hidden_states=states, past_key_values=filled[1][0], logits_to_keep=1)
         synchronize()
@@ -224,7 +226,7 @@ class Recording:
             for layer in cache.slot_layers(past):
                 layer.settle(end)
             began = time.perf_counter()
-            self.models[i](*args, **{**kwargs, "past_key_values": past})
+            self.models[i](*args, **kwargs, **cache_argument(self.models[i].forward, past))
             synchronize()
             seconds += time.perf_counter() - began
         return seconds

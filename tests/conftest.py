@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel
+from eagle31_hf.cache_names import IS_RENAMED
 from eagle31_hf.checking import trial
 from eagle31_hf.generation.captured import drafting
 from eagle31_hf.generation.captured.fused_drafter import run_fused
@@ -267,6 +268,15 @@ def build_target(kind: str = "llama", attention: str = "sdpa", **overrides) -> P
     return AutoModelForCausalLM.from_config(
         config_class(**common | fields | overrides), attn_implementation=attention
     ).eval()
+
+
+def import_peft():
+    """PEFT, where it is there and transformers takes it: from 5.24 on `add_adapter` wants 0.22, and prefix tuning of
+    older releases hands its cache over by a name that is not read any more."""
+    peft = pytest.importorskip("peft")
+    if IS_RENAMED and Version(peft.__version__) < Version("0.22"):
+        pytest.skip(f"PEFT {peft.__version__} is too old for transformers {transformers.__version__}")
+    return peft
 
 
 def build_drafter(

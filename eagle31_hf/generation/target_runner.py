@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 from ..cache import adopt as cache
 from ..cache.masks import SlotMask
 from ..cache.transfer import Commit, Mirrored
-from ..cache_names import cache_in
+from ..cache_names import CACHE, cache_in
 from ..errors import DraftingRefusedError
 from ..targets.few_rows import in_drafted_call
 from ..targets.layers import add_loops
@@ -89,7 +89,7 @@ class TargetRunner:
             raise DraftingRefusedError(
                 f"EAGLE drafting: the cache handed in already holds {self.num_cached} tokens, and the prompt has"
                 f" {num_tokens}; expected a prompt of which at least one token is not in the cache. Add what is new to"
-                f" the prompt, or crop the cache: past_key_values.crop({num_tokens - 1 - self.num_cached})."
+                f" the prompt, or crop the cache: {CACHE}.crop({num_tokens - 1 - self.num_cached})."
             )
         if self.placement is not None:
             self.placement.is_final = True

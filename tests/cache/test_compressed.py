@@ -136,10 +136,10 @@ def test_after_an_error_while_tokens_are_taken_back_the_accepted_ones_are_there(
     kind = type(cache.layers[index])
     of_class = getattr(kind, method)
 
-    def fail(layer, *args):
+    def fail(layer, *args, **kwargs):
         if layer is cache.layers[index]:
             raise MemoryError
-        return of_class(layer, *args)
+        return of_class(layer, *args, **kwargs)
 
     def draft():
         with adopt.slots(cache, 0):

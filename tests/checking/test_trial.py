@@ -66,7 +66,7 @@ def test_a_target_that_keeps_no_cache_is_refused_in_these_words(config):
     assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(trial.CAPABILITIES, "refused") | {
         "training": "works"
     }
-    assert "keeps no cache" in report.verdict
+    assert "keeps no cache" in report.verdict or "kept nothing in a cache" in report.verdict
     assert "please report" not in report.verdict
 
 

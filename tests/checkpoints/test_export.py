@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from close import assert_close
+from conftest import import_peft
 from factories import MLA, NORMS, VARIANTS, VOCAB, build, inputs, target
 from folders import contents
 from safetensors import safe_open
@@ -455,7 +456,7 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_drafter_with_other_tensors_than_its_own_is_refused(tmp_path):
     adapted = build(**IDS)
-    adapted.add_adapter(pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"]))
+    adapted.add_adapter(import_peft().LoraConfig(target_modules=["q_proj"]))
     for drafter in (adapted, torch.compile(build(**IDS))):
         with pytest.raises(ValueError, match=r"with other tensors than its config describes, .*Merge an adapter"):
             export_checkpoint(drafter, tmp_path / "exported")

@@ -90,6 +90,7 @@ RECURRENT_FAMILIES = {
     "Inkling2, loops": (
         "Inkling2LoopTextConfig",
         SWA_2
+        | CALM
         | {"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3, "loop_gate_rank": 5}
         | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 3},
     ),

@@ -7,11 +7,13 @@ import pytest
 import torch
 from batches import left_padded
 from close import assert_close
-from conftest import build_drafter, build_target
+from conftest import build_drafter, build_target, import_peft
 from draftings import DRAFTINGS
 from observers import Puts, num_hooks
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+
+from eagle31_hf.cache_names import cache_in
 
 IDS, MASK = left_padded([[1, 2, 3, 5, 8], [4, 4], [9, 0, 7]])
 COMPANY = {"alone": {"input_ids": IDS[:1]}, "batch": {"input_ids": IDS, "attention_mask": MASK}}
@@ -28,9 +30,9 @@ def soft_prompt(target: PreTrainedModel) -> PreTrainedModel:
     """Three embeddings before every prompt, as prompt tuning has them; no library but ours knows of it."""
     prepare, table = target.prepare_inputs_for_generation, target.get_input_embeddings()
 
-    def with_virtual_tokens(input_ids: Tensor, past_key_values=None, **kwargs):
-        inputs = prepare(input_ids, past_key_values=past_key_values, **kwargs)
-        if past_key_values.get_seq_length() == 0:
+    def with_virtual_tokens(input_ids: Tensor, **kwargs):
+        inputs = prepare(input_ids, **kwargs)
+        if cache_in(kwargs).get_seq_length() == 0:
             embeds = table(inputs.pop("input_ids"))
             inputs["inputs_embeds"] = torch.cat((0.1 * embeds.new_ones(len(embeds), 3, embeds.shape[2]), embeds), dim=1)
         inputs["position_ids"] = inputs["attention_mask"] = None
@@ -42,7 +44,7 @@ def soft_prompt(target: PreTrainedModel) -> PreTrainedModel:
 
 def tuned(name: str, **kwargs):
     def build(target: PreTrainedModel):
-        peft = pytest.importorskip("peft")
+        peft = import_peft() if name == "PrefixTuningConfig" else pytest.importorskip("peft")
         return peft.get_peft_model(
             target, getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3, **kwargs)
         ).eval()

@@ -10,7 +10,7 @@ import close
 import pytest
 import torch
 from batches import known_prompts, left_padded
-from conftest import PROMPT, build_drafter, build_target
+from conftest import PROMPT, build_drafter, build_target, import_peft
 from observers import Countdown, Puts, num_hooks
 from recorded import Recorded
 from torch.nn.modules.module import register_module_forward_hook
@@ -491,7 +491,7 @@ def test_training_mode_is_not_captured(pair):
 
 
 def test_adapters_that_are_switched(pair):
-    peft = pytest.importorskip("peft")
+    peft = import_peft()
     target, drafter = pair
     for seed, name in enumerate(("one", "other")):
         torch.manual_seed(seed)

@@ -19,7 +19,7 @@ from eagle31_hf.cache import adopt
 from eagle31_hf.cache.masks import SlotMask, ancestors_of
 from eagle31_hf.cache.states import HAS_METHODS, METHODS
 from eagle31_hf.cache.transfer import Mirrored
-from eagle31_hf.cache_names import CACHE, cache_argument
+from eagle31_hf.cache_names import CACHE, IS_RENAMED, cache_argument
 from eagle31_hf.errors import DraftingRefusedError
 from eagle31_hf.targets import recurrent
 from eagle31_hf.targets.layers import decoder_layers
@@ -230,6 +230,7 @@ def test_a_cache_that_writes_states_in_its_own_way_is_refused():
         )
 
 
+@pytest.mark.skipif(IS_RENAMED, reason="from transformers 5.24 on generate() keeps a cache while training, too")
 def test_while_training_the_reason_is_the_missing_cache():
     target = copy.deepcopy(target_of("Qwen3-Next")).train()
     target.gradient_checkpointing_enable()

@@ -10,6 +10,7 @@ from draftings import DRAFTINGS, steady_clock
 from observers import speculate
 from transformers import PreTrainedModel, StaticCache
 
+from eagle31_hf.cache_names import IS_RENAMED
 from eagle31_hf.targets import probe
 
 LENGTH = 9
@@ -41,16 +42,26 @@ def without_positions(target: PreTrainedModel) -> None:
     """Takes none: passing them is an error."""
     original = target.forward
 
-    def forward(
-        input_ids=None, attention_mask=None, past_key_values=None, use_cache=None, return_dict=None, logits_to_keep=0
-    ):
-        return original(
-            input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-        )
+    if IS_RENAMED:
+
+        def forward(
+            input_ids=None, attention_mask=None, cache=None, use_cache=None, return_dict=None, logits_to_keep=0
+        ):
+            given = {"attention_mask": attention_mask, "cache": cache, "use_cache": use_cache}
+            return original(input_ids, **given, logits_to_keep=logits_to_keep)
+
+    else:
+
+        def forward(
+            input_ids=None,
+            attention_mask=None,
+            past_key_values=None,
+            use_cache=None,
+            return_dict=None,
+            logits_to_keep=0,
+        ):
+            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+            return original(input_ids, **given, logits_to_keep=logits_to_keep)
 
     target.forward = forward
 
@@ -58,16 +69,26 @@ def without_positions(target: PreTrainedModel) -> None:
 def without_logits_to_keep(target: PreTrainedModel) -> None:
     original = target.forward
 
-    def forward(
-        input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None
-    ):
-        return original(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+    if IS_RENAMED:
+
+        def forward(
+            input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None, return_dict=None
+        ):
+            given = {"attention_mask": attention_mask, "cache": cache, "use_cache": use_cache}
+            return original(input_ids, **given, position_ids=position_ids)
+
+    else:
+
+        def forward(
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            use_cache=None,
+            return_dict=None,
+        ):
+            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+            return original(input_ids, **given, position_ids=position_ids)
 
     target.forward = forward
 

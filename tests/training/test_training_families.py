@@ -12,10 +12,11 @@ sys.path.append(str(Path(__file__).parents[1] / "generation"))
 
 from families import FAMILIES, REFUSED, NotThereError, build_target
 
+from eagle31_hf.cache_names import IS_RENAMED
 from eagle31_hf.training.fresh import new_drafter
 
-# Logits of fewer tokens than the head gives, or a layer between the last state and the head.
-NOT_TRAINED = ("Inkling2", "ModernBERT decoder")
+# A layer between the last state and the head, or, before transformers 5.24, logits of fewer tokens than the head gives.
+NOT_TRAINED = {"ModernBERT decoder"} | (set() if IS_RENAMED else {"Inkling2"})
 ROWS = [
     {"input_ids": [(5 * i + j) % 9 + 1 for j in range(16)], "answers": [j >= 6 for j in range(16)]} for i in range(4)
 ]
