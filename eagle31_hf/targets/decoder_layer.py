@@ -18,6 +18,7 @@ from ..kernels.joint_linear import gated_linear, joint_linear
 from ..kernels.layer_parts import add_rms_norm, rope_append
 from ..kernels.tree_attention import tree_attention
 from .layers import has_hooks
+from .users import StandIn
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -121,7 +122,7 @@ def forward_of(module: nn.Module) -> tuple[Any, Any]:
     """The forward that a module runs, by references to its own, where it has one, and to its class's: another one
     computes something else. What stands in for it within `fused.fused_layers` does not count."""
     own = vars(module).get("forward")
-    return None if own is None or hasattr(own, "stands_in") else _reference(own), _reference(type(module).forward)
+    return None if own is None or isinstance(own, StandIn) else _reference(own), _reference(type(module).forward)
 
 
 def _reference(function: Any) -> Any:
@@ -147,18 +148,6 @@ def why_not_fusable(layer: nn.Module) -> str | None:
     others = {name for name, _ in layer.named_parameters()} - KNOWN_WEIGHTS
     if others:
         return f"it has other weights: {min(others)}"
-    reason = _why_not_by_norms(layer, attention)
-    if reason is not None:
-        return reason
-    for name, module in layer.named_modules():
-        if forward_of(module)[0] is not None:
-            return f"the forward of {name or 'it'} has been replaced"
-        if name and has_hooks(module):
-            return f"{name} has hooks"
-    return None
-
-
-def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
     heads = head_norms(attention)
     norms = [getattr(layer, name, None) for name in NORMS] + heads
     if any(why_no_norm(norm) for norm in norms):
@@ -167,7 +156,14 @@ def _why_not_by_norms(layer: nn.Module, attention: Any) -> str | None:
         return "its attention does not say its scale"
     if any(norm.weight.shape != (attention.head_dim,) for norm in heads):
         return "it norms queries and keys over all heads"
-    return None if len({eps_of(norm) for norm in heads}) <= 1 and len(heads) in (0, 2) else "its head norms differ"
+    if len(heads) not in (0, 2) or len({eps_of(norm) for norm in heads}) > 1:
+        return "its head norms differ"
+    for name, module in layer.named_modules():
+        if forward_of(module)[0] is not None:
+            return f"the forward of {name or 'it'} has been replaced"
+        if name and has_hooks(module):
+            return f"{name} has hooks"
+    return None
 
 
 def why_no_norm(norm: Any) -> str | None:

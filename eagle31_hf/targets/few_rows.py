@@ -41,7 +41,7 @@ from .linear_kernels import (
     run_with,
     size_of,
 )
-from .users import Users
+from .users import StandIn, Users, restore
 
 logger = logging.get_logger(__name__)
 
@@ -102,9 +102,8 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
     with _users.lock:
         prepared = _prepared(model, groups) if can_pack() else {}
         firsts = {first for first, *_ in prepared}
-        for module in model.modules():  # what another context has put there may be of old weights
-            if isinstance(module, nn.Linear) and module not in firsts:
-                _restore(module)
+        # what another context has put there may be of old weights
+        _restore([each for each in model.modules() if isinstance(each, nn.Linear) and each not in firsts])
         for group, few in prepared.items():
             first, stand_in = group[0], _LinearForward(group, few)
             if len(group) > 1:
@@ -116,15 +115,13 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
         yield FewRows(sum(few.num_bytes for few in prepared.values()), _is_exact(model, prepared))
     finally:
         with _users.lock:
-            for first, *_ in prepared:
-                if _users.leave(first):
-                    _restore(first)
+            _restore([first for first, *_ in prepared if _users.leave(first)])
 
 
-def _restore(layer: nn.Linear) -> None:
-    _stand_ins.pop(layer, None)
-    if isinstance(vars(layer).get("forward"), _LinearForward):
-        del vars(layer)["forward"]
+def _restore(layers: list[nn.Linear]) -> None:
+    for layer in layers:
+        _stand_ins.pop(layer, None)
+    restore(layers)
 
 
 def _is_exact(model: nn.Module, prepared: dict[Group, FewRowsLayer]) -> bool:
@@ -157,33 +154,25 @@ def in_drafted_call(num_before: int | None = None) -> Iterator[None]:
 # -- linear layers
 
 
-class _LinearForward:
+class _LinearForward(StandIn):
     """The forward of a linear layer in rounds, in place of its own; of a group, of all its layers."""
 
-    stands_in = True  # for `decoder_layer.forward_of`
-
-    def __init__(self, group: Group, few: FewRowsLayer | None):
-        self.layers = group  # while a model is copied these may be half made: nothing of them is read here
-        self.takes_prompts = few is not None and few.choice.takes_prompts
-        self.least_rows = (few and few.choice.least_rows) or 1
-        self.run = None if few is None else run_with(group, few.packed)
+    def __init__(self, group: Group, few: FewRowsLayer):
+        super().__init__(group[0])
+        self.layers = group
+        self.takes_prompts = few.choice.takes_prompts
+        self.least_rows = few.choice.least_rows or 1
+        self.run = run_with(group, few.packed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = x.numel() // self.layers[0].in_features
-        if self.run is None or not takes_rows(num_rows, self.takes_prompts):
+        num_rows = x.numel() // self.module.in_features
+        if not takes_rows(num_rows, self.takes_prompts):
             return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
         if num_rows > ALIKE_ROWS and keys_before() is not None:  # a row is to be rounded as it is among few
             parts = x.reshape(-1, x.shape[-1]).split(ALIKE_ROWS)
-            return torch.cat([self._of_few(part) for part in parts]).view(*x.shape[:-1], -1)
-        return self._of_few(x)
-
-    def _of_few(self, x: Tensor) -> Tensor:
-        assert self.run is not None
-        return at_least(self.least_rows, self.run, x, x.numel() // x.shape[-1])
-
-    def __reduce__(self) -> tuple:
-        """A copy of a layer, made meanwhile, runs its own forward."""
-        return _LinearForward, (self.layers, None)
+            results = [at_least(self.least_rows, self.run, part, len(part)) for part in parts]
+            return torch.cat(results).view(*x.shape[:-1], -1)
+        return at_least(self.least_rows, self.run, x, num_rows)
 
 
 def takes_rows(num_rows: int, takes_prompts: bool) -> bool:
@@ -252,7 +241,7 @@ def _is_plain(layer: nn.Linear) -> bool:
     is_own = type(weight) in (nn.Parameter, Tensor) and weight.device.type == "cpu" and weight.dtype in DTYPES
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
     forward = vars(layer).get("forward")
-    is_bare = (forward is None or isinstance(forward, _LinearForward)) and nn.Linear.forward is FORWARD
+    is_bare = (forward is None or isinstance(forward, StandIn)) and nn.Linear.forward is FORWARD
     return is_own and is_bare and not has_hooks and weight.numel() > 0 and not weight.is_inference()
 
 

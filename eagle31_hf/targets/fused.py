@@ -41,7 +41,7 @@ from .plain_values import values_of_module
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .rows_layer import RowsLayer
 from .tree_attention import attention_of_rounds, own_attention
-from .users import Users
+from .users import StandIn, Users, restore
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +77,7 @@ def fused_layers(target: PreTrainedModel, not_fused: list[str | None]) -> Iterat
     they get a mask of spans and an arena, or few rows within `few_rows`. Other forwards meanwhile, of other threads
     too, are the target's own."""
     stages = _stages(target)
-    with _users.using(target, lambda: _fuse(stages, not_fused), lambda: _restore(stages)):
+    with _users.using(target, lambda: _fuse(stages, not_fused), lambda: restore(stages)):
         yield
 
 
@@ -108,7 +108,9 @@ def why_not_fused(target: PreTrainedModel) -> list[str | None]:
     once for a target, and again where its modules have changed."""
     with _users.lock:
         stages = _stages(target)
-        key = _key(target, stages)
+        # With an adapter, say, the modules, their forwards and values are others, and the trial is made again.
+        modules = (module for stage in stages for module in stage.modules())
+        key = tuple((values_of_module(each), forward_of(each)) for each in modules), target.dtype, target.device
         known_key, reasons = _verdicts.get(target, (None, []))
         if known_key == key:
             return reasons
@@ -126,13 +128,6 @@ def _stages(target: PreTrainedModel) -> list[nn.Module]:
     return [*decoder_layers(target), getattr(decoder_of(target), "norm", None) or nn.Identity()]
 
 
-def _key(target: PreTrainedModel, stages: list[nn.Module]) -> tuple:
-    """Returns the modules of a target, their forwards and plain values, by which a verdict is known: with an adapter,
-    say, they are others, and the trial is made again."""
-    modules = tuple((values_of_module(module), forward_of(module)) for stage in stages for module in stage.modules())
-    return modules, type(stages[-1]), target.dtype, target.device
-
-
 # -- forwards
 
 
@@ -143,30 +138,6 @@ def _fuse(stages: list[nn.Module], reasons: list[str | None]) -> None:
             vars(layer)["forward"] = _LayerForward(layer, follower if next_reason is None else None)
     if reasons[-1] is None:
         vars(norm)["forward"] = _NormForward(norm)
-
-
-def _restore(stages: list[nn.Module]) -> None:
-    for stage in stages:
-        if hasattr(vars(stage).get("forward"), "stands_in"):
-            del vars(stage)["forward"]
-
-
-class StandIn:
-    """The forward that stands in for a module's own."""
-
-    stands_in = True  # for `decoder_layer.forward_of`
-
-    def __init__(self, module: Any):
-        self.module = module
-
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        """A copy of the module, made meanwhile, runs its own forward."""
-        return StandIn, (self.module,)
-
-    __call__ = own
 
 
 class _LayerForward(StandIn):
@@ -233,7 +204,7 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
 
 @torch.no_grad()
 def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]:
-    _restore(stages)  # a copy made within a context has its stand-ins
+    restore(stages)  # a copy made within a context has its stand-ins
     *layers, norm = stages
     reasons = [why_not_fusable(layer) for layer in layers]
     if all(reasons):
@@ -247,7 +218,7 @@ def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]
         _fuse(stages, reasons)
         error = float((tree_from_arena(target, tree).float() - expected).square().mean().sqrt() / expected.std())
     finally:
-        _restore(stages)
+        restore(stages)
     if not error <= (TOLERANCE_OF_ALL if target.dtype == torch.float32 else TOLERANCE_OF_ALL_LOW):
         return [f"its logits differ ({error:.1g} of their spread)"] * len(stages)
     return reasons

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .decoder_layer import eps_of, forward_of, why_no_norm
-from .fused import StandIn
 from .probe import FAILURES
-from .users import Users
+from .users import StandIn, Users, restore
 
 TOLERANCE = 1e-5  # of the largest value: both compute in fp32
 SIZES = (1.0, 1e-3)  # of states that norms are compared on: eps counts in the small ones alone
@@ -32,7 +31,12 @@ class FusedNorm(StandIn):
 def usual_norms(target: PreTrainedModel) -> list[FusedNorm]:
     """Returns forwards for the modules of a target that compute x / sqrt(mean(x^2) + eps) * weight, found by trying
     each. What is compiled is left as it is: it fuses its norms itself, and would be compiled anew for each of ours."""
-    compiled = {id(part) for module in target.modules() if _is_compiled(module) for part in module.modules()}
+    compiled = {
+        id(part)
+        for module in target.modules()
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for part in module.modules()
+    }
     return [FusedNorm(part) for part in target.modules() if id(part) not in compiled and _is_usual(part)]
 
 
@@ -40,12 +44,13 @@ def usual_norms(target: PreTrainedModel) -> list[FusedNorm]:
 def fused_norms(target: PreTrainedModel, norms: list[FusedNorm]) -> Iterator[None]:
     """A context in which these norms of a target are one operation each, of states in the dtype of their weight; in 16
     bits it rounds once where transformers' code rounds twice."""
-    with _users.using(target, lambda: _fuse(norms), lambda: _restore(norms)):
+
+    def fuse() -> None:
+        for norm in norms:
+            vars(norm.module).setdefault("forward", norm)
+
+    with _users.using(target, fuse, lambda: restore([norm.module for norm in norms], FusedNorm)):
         yield
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _is_usual(module: Any) -> bool:
@@ -65,14 +70,3 @@ def _is_usual(module: Any) -> bool:
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), eps_of(norm))
-
-
-def _fuse(norms: list[FusedNorm]) -> None:
-    for norm in norms:
-        vars(norm.module).setdefault("forward", norm)
-
-
-def _restore(norms: list[FusedNorm]) -> None:
-    for norm in norms:
-        if isinstance(vars(norm.module).get("forward"), FusedNorm):
-            del vars(norm.module)["forward"]
