@@ -120,23 +120,23 @@ def _try_trees(target: PreTrainedModel) -> str | None:
 def why_no_spans(target: PreTrainedModel) -> str | None:
     """Returns None where the target reads a tree from an arena, by masks of spans, as it reads sequences, else the
     reason, logged the first time it is found."""
-    return _verdict("rounds are not captured", target, (), lambda: _try_spans(target))
+
+    def find() -> str | None:
+        return _judged(
+            target,
+            lambda target: _error(target, tree_from_arena),
+            "its forward refuses to read a tree from an arena",
+            "its logits over a tree in an arena differ from those over its paths",
+            _rounding_anew,
+        )
+
+    return _verdict("rounds are not captured", target, (), find)
 
 
 def bytes_of_a_slot(target: PreTrainedModel) -> int:
     """Returns the bytes of one token's keys and values in all layers of an arena, as `why_no_spans` found them:
     of latent attention those of the latent."""
     return _slot_bytes[_key(target)]
-
-
-def _try_spans(target: PreTrainedModel) -> str | None:
-    return _judged(
-        target,
-        lambda target: _error(target, tree_from_arena),
-        "its forward refuses to read a tree from an arena",
-        "its logits over a tree in an arena differ from those over its paths",
-        _rounding_anew,
-    )
 
 
 def _judged(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, cat
 from torch.nn.functional import layer_norm, silu
 from transformers import Cache
@@ -109,21 +108,16 @@ class RowsLayer:
             turned = cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
         queries, keys = _rotated(turned, *rope).transpose(1, 2).split((num_queries, num_keys), dim=1)
         keys, values = cache.update(keys, values.transpose(1, 2), self.index)
-        scale = self.attention.scaling
+        scale, group = self.attention.scaling, num_queries // num_keys
         if takes_positions(queries, keys, values, {}):
             out = attend_by_position(queries, keys, values, scale)
         elif size.numel() > MOST_ROWS or (mask is None and size[1] > 1):  # a prompt, which transformers' own serves
             out, _ = sdpa_attention_forward(self.attention, queries, keys, values, mask, scaling=scale)
         else:
-            out = attend_by_group(queries, keys, values, self._mask(mask, queries.dtype), scale)
+            if mask is not None:  # made once for all layers that have as many heads
+                mask = _kept(mask, (group, queries.dtype), lambda mask: mask_of_group(mask, group, queries.dtype))
+            out = attend_by_group(queries, keys, values, mask, scale)
         return out.reshape(*size, -1)
-
-    def _mask(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask of a group's rows, made once for all layers that have as many heads."""
-        if mask is None:
-            return None
-        group = self.num_heads[0] // self.num_heads[1]
-        return _kept(mask, (group, dtype), lambda mask: mask_of_group(mask, group, dtype))
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

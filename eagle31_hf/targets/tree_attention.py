@@ -47,7 +47,10 @@ def _attention(implementation: str):
         if takes_positions(query, key, value, kwargs):
             return attend_by_position(query, key, value, kwargs.get("scaling")), None
         if not is_spans(attention_mask):
-            original = _original(implementation, module)
+            if implementation == "eager":  # which every file of models has its own of
+                original = sys.modules[type(module).__module__].eager_attention_forward
+            else:
+                original = ALL_ATTENTION_FUNCTIONS[implementation]
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -55,12 +58,6 @@ def _attention(implementation: str):
         return tree_attention(query, key, value, attention_mask, scale, softcap, kwargs.get("s_aux")), None
 
     return attention
-
-
-def _original(implementation: str, module: nn.Module) -> Any:
-    if implementation == "eager":  # which every file of models has its own of
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[implementation]
 
 
 for name in STANDS_IN_FOR:
@@ -119,38 +116,34 @@ def attend_by_position(query: Tensor, key: Tensor, value: Tensor, scale: float |
         num_keys = -(-seen // BLOCK) * BLOCK
         end = min(num_new, begin + most, num_keys - num_before)
         mask = _mask(seen, end - begin, num_heads // num_kv_heads, num_keys, query.dtype)
-        attended.append(_attend(query[:, :, begin:end], _first(key, num_keys), _first(value, num_keys), mask, scale))
+        keys, values = _first(key, num_keys), _first(value, num_keys)
+        attended.append(attend_by_group(query[:, :, begin:end], keys, values, mask, scale))
         begin = end
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attention of new positions, query (1, H, T, D), over key and value (1, Hkv, S, D) -> (1, T, H, D). `mask`
-    (1, 1, R, S): of R rows for each head of keys, the first of which are the positions of its heads of queries."""
-    num_heads, num_new, width = query.shape[1:]
-    rows = query.reshape(1, key.shape[1], -1, width)
-    num_rows, num_spare = rows.shape[2], mask.shape[2] - rows.shape[2]
-    if num_spare:
-        rows = pad(rows, (0, 0, 0, num_spare))
+def attend_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention of new positions, query (B, H, T, D), over key and value (B, Hkv, S, D) -> (B, T, H, D). `mask`
+    (B, 1, R, S): of R rows for each head of keys, the first of which are the positions of its heads of queries, see
+    `mask_of_group`; None: they see all keys."""
+    size, num_heads, num_new, width = query.shape
+    rows = query.reshape(size, key.shape[1], -1, width)
+    num_rows = rows.shape[2]
+    if mask is not None and mask.shape[2] > num_rows:
+        rows = pad(rows, (0, 0, 0, mask.shape[2] - num_rows))
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out[:, :, :num_rows].reshape(1, num_heads, num_new, width).transpose(1, 2)
+    return out[:, :, :num_rows].reshape(size, num_heads, num_new, -1).transpose(1, 2)
 
 
 def _first(states: Tensor, num_keys: int) -> Tensor:
     """The first keys or values (1, Hkv, num_keys, D). Where there are fewer, those after them are what stands in the
     buffer of which `states` are the first slots, or zeros."""
-    buffer = states._base
-    if buffer is not None and states.shape[2] < num_keys <= _num_slots(buffer, states):
+    buffer = states if states._base is None else states._base
+    begins_alike = (buffer.stride(), buffer.storage_offset()) == (states.stride(), states.storage_offset())
+    if begins_alike and buffer.shape[1] == states.shape[1] and states.shape[2] < num_keys <= buffer.shape[2]:
         states = buffer
     num_missing = num_keys - states.shape[2]
     return pad(states, (0, 0, 0, num_missing)) if num_missing > 0 else states[:, :, :num_keys]
-
-
-def _num_slots(buffer: Tensor, states: Tensor) -> int:
-    """Returns N, the number of slots of a buffer (1, Hkv, N, D), where `states` (1, Hkv, S, D) are the first S of them;
-    else 0."""
-    begins_alike = (buffer.stride(), buffer.storage_offset()) == (states.stride(), states.storage_offset())
-    return buffer.shape[2] if begins_alike and buffer.shape[1] == states.shape[1] else 0
 
 
 @functools.lru_cache(maxsize=4)  # a round asks for two at most, where its positions end in two blocks
@@ -176,25 +169,15 @@ def are_rows_alike(num_heads: int, num_kv_heads: int, width: int, dtype: torch.d
         keys, values = held[:, :, :, :num_keys]
         least = num_keys - query.shape[2] + 1  # keys that the first position sees
         alone = [
-            _attend(query[:, :, t : t + 1], keys, values, _mask(least + t, 1, group, num_keys, dtype), None)
+            attend_by_group(query[:, :, t : t + 1], keys, values, _mask(least + t, 1, group, num_keys, dtype), None)
             for t in range(query.shape[2])
         ]
         for num_new in TRIED_NEW:
             mask = _mask(least, num_new, group, num_keys, dtype)
-            together = _attend(query[:, :, :num_new], keys, values, mask, None)
+            together = attend_by_group(query[:, :, :num_new], keys, values, mask, None)
             if not torch.equal(torch.cat(alone[:num_new], dim=1), together):
                 return False
     return True
-
-
-def attend_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of new positions, query (B, H, T, D), over key and value (B, Hkv, S, D) -> (B, T, H, D). `mask`: for
-    the rows of a group, see `mask_of_group`."""
-    size, num_heads, num_new, width = query.shape
-    num_kv_heads = key.shape[1]
-    rows = query.reshape(size, num_kv_heads, -1, width)
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(size, num_heads, num_new, -1).transpose(1, 2)
 
 
 def mask_of_group(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
