@@ -120,11 +120,6 @@ class ArenaLayer(SlotLayer):
         self.settle(layer.end)
         self.found = layer.end
 
-    def leave(self) -> None:
-        """Copies the tokens out of the arena, where the caller keeps them; else holds none any more."""
-        kept = self.buffers if self.placement.outlives_call else []
-        self.buffers = [buffer[..., : self.end, :].clone() for buffer in kept]
-
     def _passes_by(self, num_new: int) -> bool:
         return False
 
@@ -166,7 +161,8 @@ def leave_arena(cache: Cache) -> None:
     arena."""
     for layer in cache.layers:
         if isinstance(layer, ArenaLayer):
-            layer.leave()
+            kept = layer.buffers if layer.placement.outlives_call else []  # else nobody asks for them any more
+            layer.buffers = [buffer[..., : layer.end, :].clone() for buffer in kept]
         for states in [getattr(layer, kind) for kind in KINDS] if holds_states(layer) else []:
             states.update({number: state.clone() for number, state in states.items() if state is not None})
 

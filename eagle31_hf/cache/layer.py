@@ -48,10 +48,8 @@ class Placement:
         after it are written."""
         going = range(len(starts.host)) if commit is None else commit.going
         first = [starts.host[b] for b in going]
-        self.low = min(first)
-        self.high = max(first)
-        self.slots = None
-        self.written = None
+        self.clear()
+        self.low, self.high = min(first), max(first)
         if self.low < self.high or len(first) < len(starts.host):
             begin = starts.on(device)
             every = commit is None or len(first) == len(starts.host)
@@ -60,10 +58,8 @@ class Placement:
 
     def clear(self) -> None:
         """The next forward appends again."""
-        self.slots = None
-        self.written = None
-        self.low = None
-        self.high = None
+        self.slots = self.written = None
+        self.low = self.high = None
 
 
 class SlotLayer(DynamicLayer):
@@ -99,8 +95,7 @@ class SlotLayer(DynamicLayer):
         """Takes over tensors that hold the slots before `end`; a fixed layer keeps writing to these very tensors."""
         self.lazy_initialization(keys, values)
         self.buffers = [keys, values]
-        self.end = end
-        self.settled = end
+        self.end = self.settled = end
         self.found = end
         self.first = 0 if self.fixed else end - keys.shape[-2]
         self.keys, self.values = keys, values
@@ -120,19 +115,16 @@ class SlotLayer(DynamicLayer):
         end = high + num_new
         if not self.buffers or end - self.first > self.buffers[0].shape[-2]:
             self._make_room(seen_from, end, (key_states, value_states))
-        keys, values = self.buffers
-        if place.slots is None or place.written is None:
-            keys[..., high - self.first : end - self.first, :] = key_states
-            values[..., high - self.first : end - self.first, :] = value_states
-        else:  # rows differ: each has slots of its own
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            if place.slots is None or place.written is None:
+                buffer[..., high - self.first : end - self.first, :] = states
+            else:  # rows differ: each has slots of its own
                 rows = place.written.to(states.device)
                 buffer[rows[:, None], :, place.slots.to(states.device) - self.first] = states[rows].transpose(1, 2)
         self.end = end
         if self.fixed:
-            return keys, values
-        self.keys = keys[..., seen_from - self.first : end - self.first, :]
-        self.values = values[..., seen_from - self.first : end - self.first, :]
+            return self.buffers[0], self.buffers[1]
+        self.keys, self.values = self.held(end - seen_from)
         return self.keys, self.values
 
     def _passes_by(self, num_new: int) -> bool:
@@ -142,9 +134,7 @@ class SlotLayer(DynamicLayer):
     def _pass_by(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A prompt longer than the window: all of it is seen once, its last window - 1 tokens are kept."""
         seen_from, num_new = self.seen_from(self.end), new[0].shape[-2]
-        held = [buffer[..., seen_from - self.first : self.end - self.first, :] for buffer in self.buffers] or [
-            x[..., :0, :] for x in new
-        ]
+        held = self.held(self.end - seen_from) or [x[..., :0, :] for x in new]
         full = [torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)]
         self.end += num_new
         self.first = self.seen_from(self.end)
@@ -209,10 +199,7 @@ class SlotLayer(DynamicLayer):
         shows_it = end == self.end and self.window is None  # as `update` left it, in most plain rounds
         self.end = self.settled = end
         if self.buffers and not self.fixed and not shows_it:
-            seen_from = max(self.seen_from(end), self.first)
-            self.keys, self.values = (
-                buffer[..., seen_from - self.first : end - self.first, :] for buffer in self.buffers
-            )
+            self.keys, self.values = self.held(end - max(self.seen_from(end), self.first))
 
     def take_back(self, accepted_too: bool) -> None:
         """Takes back every token that was not accepted, or also those that were: all but what it was found with."""

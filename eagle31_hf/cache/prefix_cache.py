@@ -70,7 +70,11 @@ class PrefixCache:
             self._keep(text)
 
     def _taken(self, ids: list[int], piece: int | None, config: Any) -> CachedText:
-        if not self._serves(config):
+        # whether generate() would make a cache of the kind that is kept here, of one text
+        is_one = (config.num_beams or 1) == (config.num_return_sequences or 1) == 1
+        is_usual = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
+        is_kept = self.most_tokens > 0 and not self._shifts_positions
+        if not (is_kept and is_one and is_usual and self.target._supports_default_dynamic_cache()):
             return CachedText(ids, None, len(ids))
         with self._lock:
             counts = [_num_reusable(text, ids) for text in self._texts]
@@ -86,13 +90,6 @@ class PrefixCache:
         # States can be cut nowhere, and some of transformers' layers that keep them (Mamba's, Jamba's) begin anew where
         # they read several tokens after a cached text.
         return CachedText(ids, None if is_recurrent(cache) else cache, len(ids))
-
-    def _serves(self, config: Any) -> bool:
-        """Returns whether generate() would make a cache of the kind that is kept here, of one text."""
-        is_one = (config.num_beams or 1) == (config.num_return_sequences or 1) == 1
-        is_usual = config.cache_implementation in (None, "dynamic") and config.use_cache is not False
-        is_kept = self.most_tokens > 0 and not self._shifts_positions
-        return is_kept and is_one and is_usual and self.target._supports_default_dynamic_cache()
 
     def _keep(self, text: CachedText) -> None:
         """Keeps a text whose call is over, as far as its cache holds it."""
