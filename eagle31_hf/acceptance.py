@@ -65,10 +65,8 @@ class SequenceStats:
     @property
     def acceptance_rates(self) -> list[float]:
         """Accepted over drafted, by depth."""
-        return [
-            accepted / drafted
-            for accepted, drafted in zip(self.accepted_per_position, self.drafted_per_position, strict=True)
-        ]
+        pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
 
     def _add(self, is_prefill: bool, drafted: int, accepted: int, tokens: int) -> None:
         self.generated_tokens += tokens

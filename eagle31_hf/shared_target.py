@@ -53,17 +53,14 @@ class SharesTarget(nn.Module):
         head = target.get_output_embeddings()
         check_fits(self.config, target)
         check_loaded(self, "the drafter")
-        if self.embed_tokens is None:
+        own = self.embed_tokens
+        if own is None:
             check_loaded(embedding, "the target's embedding, which the drafter shares,")
         if self.lm_head is None and head is not None:
             check_loaded(head, "the target's head, which the drafter shares,")
         before, _ = self.tie.get()
         self.tie.set(embedding, head)
-        if (
-            before is not embedding
-            and self.embed_tokens is not None
-            and unrelated(self.embed_tokens.weight, embedding.weight)
-        ):
+        if before is not embedding and own is not None and unrelated(own.weight, embedding.weight):
             logger.warning(
                 "the drafter's own embedding has nothing in common with the target's, as in checkpoints of TorchSpec"
                 " before March 2026, where it is random. If it was not trained from scratch, load with"
@@ -127,11 +124,7 @@ def _present(module: Any, what: str) -> Any:
 def unrelated(table: Tensor, other: Tensor) -> bool:
     """Returns whether rows of two embeddings (V, h) of one width point in unrelated directions, seen on up to 256
     rows."""
-    if (
-        table.shape[1] != other.shape[1]
-        or not other.is_floating_point()
-        or "meta" in (table.device.type, other.device.type)
-    ):
+    if table.shape[1] != other.shape[1] or not other.is_floating_point() or table.is_meta or other.is_meta:
         return False
     rows = torch.linspace(0, min(len(table), len(other)) - 1, 256, dtype=torch.long).unique()
     similarity = cosine_similarity(

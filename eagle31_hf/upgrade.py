@@ -167,9 +167,8 @@ def _calibration_texts(
 def _with_new_modules(drafter: Eagle31DrafterModel) -> Eagle31DrafterModel:
     """Returns a copy of the drafter with the modules that EAGLE 3.1 adds, whose weights are still to be fitted."""
     fields = {name: getattr(drafter.config, name) for name in FIELDS}
-    config = Eagle31Config(
-        **fields | {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False}
-    )
+    fields |= {"fc_norm": True, "norm_output": True, "norm_before_fc": False, "share_target_head": False}
+    config = Eagle31Config(**fields)
     config.dtype, config._attn_implementation = drafter.config.dtype, drafter.config._attn_implementation
     upgraded: Any = Eagle31DrafterModel(config)
     upgraded = upgraded.to(drafter.like).eval()
@@ -191,7 +190,14 @@ def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, st
     """
     n, width = drafter.config.num_aux_states, drafter.config.target_hidden_size
     weight = drafter.fc.weight.float()
-    normed, fused = _normed_and_fused(drafter, states.to(drafter.fc.weight.device, torch.float32))
+    states = states.to(weight)
+    pieces = states.split(TEXT_TOKENS)
+    fused = torch.cat([drafter.fuse_target_states(piece.to(drafter.norm.weight)[None])[0].float() for piece in pieces])
+    parts = states.unflatten(1, (n, width))
+    normed = (parts * (parts.pow(2).mean(-1, keepdim=True) + drafter.config.rms_norm_eps).rsqrt()).flatten(1)
+    size = fused.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    bias = 0.0 if drafter.fc.bias is None else drafter.fc.bias.float()
+    normed, fused = normed / size, (fused - bias) / size  # so that all positions weigh alike
 
     def movement(w: Tensor) -> float:
         return ((normed[HELD_OUT] * w) @ weight.T - fused[HELD_OUT]).norm(dim=1).mean().item()
@@ -207,18 +213,6 @@ def _fit_fc_norm(drafter: Eagle31DrafterModel, upgraded: Eagle31DrafterModel, st
     for norm, values in zip(upgraded.fc_norm, best.split(width), strict=True):
         norm.weight.copy_(values)
     return scalar, movement(torch.cat([norm.weight.float() for norm in upgraded.fc_norm]))
-
-
-def _normed_and_fused(drafter: Eagle31DrafterModel, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the normed aux hidden states (N, n*ht) and the old fused states without the bias (N, h), both relative to
-    the size of the latter, so that all positions weigh alike."""
-    pieces = states.split(TEXT_TOKENS)
-    fused = torch.cat([drafter.fuse_target_states(piece.to(drafter.norm.weight)[None])[0].float() for piece in pieces])
-    parts = states.unflatten(1, (drafter.config.num_aux_states, drafter.config.target_hidden_size))
-    normed = (parts * (parts.pow(2).mean(-1, keepdim=True) + drafter.config.rms_norm_eps).rsqrt()).flatten(1)
-    bias = 0.0 if drafter.fc.bias is None else drafter.fc.bias.float()
-    size = fused.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    return normed / size, (fused - bias) / size
 
 
 def _conjugate_gradients(

@@ -228,13 +228,10 @@ def crop(cache: Cache, tokens_to_remove: int) -> None:
 def can_crop(cache: Cache) -> bool:
     """Returns whether any number of tokens can be removed from a stock cache: no layer has given up what came before a
     window, and none holds states."""
-    return (
-        is_adoptable(cache)
-        and not is_recurrent(cache)
-        and not any(
-            layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in attention_layers(cache)
-        )
-    )
+    if not is_adoptable(cache) or is_recurrent(cache):
+        return False
+    layers = attention_layers(cache)
+    return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
 
 
 def length(cache: Cache) -> int | None:

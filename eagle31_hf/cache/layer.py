@@ -153,9 +153,7 @@ class SlotLayer(DynamicLayer):
         used, needed = min(self.end, end) - seen_from, end - seen_from
         if needed > capacity or any(buffer is self.buffers[0] for buffer in self.taken_over):
             # Zeros, not whatever memory held: a masked slot still meets the weight 0, and 0 times NaN is NaN.
-            fresh = [
-                states.new_zeros((*states.shape[:-2], self._capacity(needed), states.shape[-1])) for states in like
-            ]
+            fresh = [x.new_zeros((*x.shape[:-2], self._capacity(needed), x.shape[-1])) for x in like]
         else:
             fresh = self.buffers
         for i, buffer in enumerate(self.buffers):

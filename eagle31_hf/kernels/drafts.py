@@ -46,12 +46,8 @@ def next_level(
     order = totals.sort(dim=1, descending=True, stable=True)
     best = order.indices[:, :width]
     own = 1 << torch.arange(num_run, num_run + width, device=bits.device)
-    return (
-        totals,
-        order.values[:, :width].contiguous(),
-        best.contiguous(),
-        bits.gather(1, best // log_probs.shape[2]) | own,
-    )
+    best_bits = bits.gather(1, best // log_probs.shape[2]) | own
+    return totals, order.values[:, :width].contiguous(), best.contiguous(), best_bits
 
 
 @operation()

@@ -38,6 +38,7 @@ class Operation:
             with torch.cuda.device(device):  # Triton launches on the current one
                 return self.kernel()(*args, **kwargs)
 
+        OPERATIONS[self.name] = self
         self.run = run
         self._op = torch.library.custom_op(f"eagle31::{self.name}", run, mutates_args=mutates)
         self._op.register_fake(shapes or reference)
@@ -57,12 +58,7 @@ def operation(
     """Makes an `Operation` of the reference that is decorated. `mutates`: names of the arguments it writes to;
     `shapes`: the same arguments -> what it returns, for tensors without data. None: the reference tells; not where its
     strides differ from the kernel's."""
-
-    def made(reference: Callable[..., Any]) -> Operation:
-        OPERATIONS[reference.__name__] = Operation(reference, mutates, shapes)
-        return OPERATIONS[reference.__name__]
-
-    return made
+    return functools.partial(Operation, mutates=mutates, shapes=shapes)
 
 
 def why_torch(name: str, device: torch.device) -> str | None:

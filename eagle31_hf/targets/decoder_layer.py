@@ -26,15 +26,9 @@ PROJECTIONS = (*QKV, "o_proj")
 MLP_PROJECTIONS = (*GATED, "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("q_norm", "k_norm")
-KNOWN_WEIGHTS = {
-    f"{name}.{kind}"
-    for name in (
-        *NORMS,
-        *(f"self_attn.{part}" for part in (*PROJECTIONS, *HEAD_NORMS)),
-        *(f"mlp.{part}" for part in MLP_PROJECTIONS),
-    )
-    for kind in ("weight", "bias")
-}
+KNOWN_MODULES = {*NORMS, *(f"self_attn.{part}" for part in (*PROJECTIONS, *HEAD_NORMS))}
+KNOWN_MODULES |= {f"mlp.{part}" for part in MLP_PROJECTIONS}
+KNOWN_WEIGHTS = {f"{name}.{kind}" for name in KNOWN_MODULES for kind in ("weight", "bias")}
 
 
 def attend(attention: Any, x: Tensor, rope: Any, mask: Tensor, layer: Any) -> Tensor:

@@ -26,19 +26,18 @@ class TargetTie:
     """
 
     def __init__(self) -> None:
-        self._own, self._last = threading.local(), list[Pair]()  # the last: of any thread, at most one
+        self._own = threading.local()
+        self._last: Pair | None = None  # of any thread
 
     def set(self, table: nn.Module, head: nn.Module | None) -> None:
         """Ties the drafter, in this thread, to a target's embedding and head."""
         pair = ref(table), None if head is None else ref(head)
-        self._own.pair, self._last = pair, [pair]
+        self._own.pair, self._last = pair, pair
 
     def get(self) -> tuple[nn.Module | None, nn.Module | None]:
         """The embedding and head, each None where it was not tied or its target is gone."""
-        own = getattr(self._own, "pair", None)
-        for table, head in self._last if own is None else [own]:
-            return table(), None if head is None else head()
-        return None, None
+        table, head = getattr(self._own, "pair", None) or self._last or (None, None)
+        return None if table is None else table(), None if head is None else head()
 
     def __deepcopy__(self, memo: dict) -> "TargetTie":
         copied, (table, head) = TargetTie(), self.get()

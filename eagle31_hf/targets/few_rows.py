@@ -56,10 +56,10 @@ FORWARD = nn.Linear.forward  # as imported: where somebody has put another in it
 
 @dataclass
 class FewRowsLayer:
-    """A linear layer, or a group of them that run as one, as it runs few rows. `key`: the weights that it was made
+    """A linear layer, or a group of them that run as one, as it runs few rows. `keys`: of the weights that it was made
     for."""
 
-    key: tuple
+    keys: list[tuple]
     choice: Choice
     packed: Packed | None
 
@@ -205,7 +205,7 @@ def _prepared(model: nn.Module, groups: Iterable[Sequence[Any]]) -> dict[Group, 
     """Returns the layers of a model that can run few rows by another kernel, packing those that are not packed yet. A
     layer is a group of its own unless `groups` joins it with others. Where memory is short: those packed earlier."""
     own = [group for group in _all_groups(model, groups) if all(map(_is_plain, group))]
-    new = [group for group in own if (few := _layers.get(group[0])) is None or few.key != _key(group)]
+    new = [group for group in own if (few := _layers.get(group[0])) is None or few.keys != [*map(_key_of_layer, group)]]
     for layer in (layer for group in new for layer in group):  # one may have been prepared alone
         _layers.pop(layer, None)
     needed, free = sum(map(size_of, new)), free_memory()
@@ -243,10 +243,6 @@ def _is_plain(layer: nn.Linear) -> bool:
     forward = vars(layer).get("forward")
     is_bare = (forward is None or isinstance(forward, StandIn)) and nn.Linear.forward is FORWARD
     return is_own and is_bare and not has_hooks and weight.numel() > 0 and not weight.is_inference()
-
-
-def _key(group: Group) -> tuple:
-    return tuple(map(_key_of_layer, group))
 
 
 def _key_of_layer(layer: nn.Linear) -> tuple:
@@ -287,4 +283,4 @@ def _prepare(groups: list[Group], kind: Kind) -> None:
                 choice, each = found, list(pool.map(pack, groups, repeat(found.kernel)))
             break
     for group, packed in zip(groups, each, strict=True):
-        _layers[group[0]] = FewRowsLayer(_key(group), choice, packed)
+        _layers[group[0]] = FewRowsLayer([*map(_key_of_layer, group)], choice, packed)

@@ -97,13 +97,10 @@ class CapturedStates:
 
     def end(self, has_failed: bool) -> None:
         """The innermost forward under way ends."""
-        if (
-            threading.get_ident() == self._thread
-            and self._forwards.pop()
-            and not has_failed
-            and self.on_forward is not None
-        ):
-            self.on_forward()
+        if threading.get_ident() == self._thread:
+            is_ours = self._forwards.pop()
+            if is_ours and not has_failed and self.on_forward is not None:
+                self.on_forward()
 
     def append(self, index: int, states: Tensor) -> None:
         is_ours = self._past_key_values is None or (self._forwards and self._forwards[-1])

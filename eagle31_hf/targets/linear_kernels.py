@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,23 +118,18 @@ def pack(group: Group, kernel: str) -> Packed | None:
     return KERNELS[kernel](weight, _joined([layer.bias for layer in group]))
 
 
-def choice_for(groups: list[Group], kind: Kind, may_be_known: bool = True) -> Choice:
+def choice_for(groups: list[Group], kind: Kind, may_be_known: bool) -> Choice:
     """Returns the choice for groups of a kind, by what was measured on this machine, now or, if it `may_be_known`, by
     an earlier process."""
     name = f"{machine()}, {engine()}, {kind}"
-    choice = _choice_of(MEASURED.get(name)) if may_be_known else None
-    if choice is None:
-        choice = _measured(groups, kind.kernels)
-        MEASURED.put(name, asdict(choice))
+    kept = MEASURED.get(name) if may_be_known else None
+    if isinstance(kept, dict) and kept.keys() == {each.name for each in fields(Choice)}:
+        are_of_now = kept["kernel"] in (TORCH, *KERNELS) and kept["least_rows"] in LEAST
+        if are_of_now and isinstance(kept["takes_prompts"], bool):
+            return Choice(**kept)
+    choice = _measured(groups, kind.kernels)
+    MEASURED.put(name, asdict(choice))
     return choice
-
-
-def _choice_of(kept: Any) -> Choice | None:
-    """Reads a choice that an earlier process kept; None where there is none."""
-    if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Choice)}:
-        return None
-    are_of_now = kept["kernel"] in (TORCH, *KERNELS) and kept["least_rows"] in LEAST
-    return Choice(**kept) if are_of_now and isinstance(kept["takes_prompts"], bool) else None
 
 
 def _measured(groups: list[Group], kernels: list[str]) -> Choice:

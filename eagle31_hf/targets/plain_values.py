@@ -18,10 +18,10 @@ def values_of_module(module: nn.Module) -> tuple:
 def plain_values(one: object, but: set) -> list[tuple[str, str]]:
     """The attributes that are plain values or lists of such, and of dicts the entries that are, less those named
     `but`."""
-    attributes = vars(one).copy()  # at once: another thread may set some meanwhile
     found = list[tuple[str, str]]()
-    for name in [name for name in attributes if name not in but]:
-        value = attributes[name]
+    for name, value in vars(one).copy().items():  # at once: another thread may set some meanwhile
+        if name in but:
+            continue
         if issubclass(type(value), dict):
             found += [(f"{name}.{key}", str(entry)) for key, entry in value.copy().items() if _is_plain(entry)]
         elif _is_plain(value):

@@ -198,7 +198,7 @@ def _rounding(target: PreTrainedModel) -> float:
     """Measures what rounding does to a target's logits, as a share of their spread: the difference between a sequence
     that is read at once and one that is read in two forwards, or token by token where there are recurrent states.
     Returns the most that is taken for rounding, ROUNDINGS times as much."""
-    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target, PREFIX + len(PARENTS))
+    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target)
     cache = DynamicCache(config=config)
     step = 1 if is_recurrent(cache) else len(PARENTS)
     found = []
@@ -219,8 +219,7 @@ def _rounding(target: PreTrainedModel) -> float:
 def _rounding_anew(target: PreTrainedModel) -> float:
     """Measures what other rounding of the same sums does to a target's logits, as a share of their spread. Returns the
     most that is taken for rounding where other kernels than its own read a sequence, ANEW times as much."""
-    tree = random_tree(target)
-    ids = torch.cat((tree.prefix, tree.nodes), dim=1)
+    ids = drawn_ids(target)
     expected = target(input_ids=ids, use_cache=False).logits[:, PREFIX:]
     with rounded_anew(target):
         return ANEW * difference(target(input_ids=ids, use_cache=False).logits[:, PREFIX:], expected)
@@ -237,16 +236,17 @@ class Tree:
     depths: Tensor
 
 
-def drawn_ids(target: PreTrainedModel, num_tokens: int) -> Tensor:
-    """The ids (1, num_tokens) that targets are tried on, the same on every device."""
+def drawn_ids(target: PreTrainedModel) -> Tensor:
+    """The ids (1, PREFIX + N) that targets are tried on, the same on every device."""
     num_ids = target.config.get_text_config(decoder=True).vocab_size
-    drawn = torch.randint(0, num_ids, (1, num_tokens), generator=torch.Generator().manual_seed(0), device="cpu")
+    shape = 1, PREFIX + len(PARENTS)
+    drawn = torch.randint(0, num_ids, shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return drawn.to(execution_device(target.get_input_embeddings()))
 
 
 def random_tree(target: PreTrainedModel) -> Tree:
     """The tree that targets are tried on."""
-    draw = drawn_ids(target, PREFIX + len(PARENTS))
+    draw = drawn_ids(target)
     ancestors = ancestors_of(torch.tensor([PARENTS[1:]], device=draw.device), depth=len(PARENTS))
     return Tree(draw[:, :PREFIX], draw[:, PREFIX:], ancestors, ancestors.sum(2) - 1)
 

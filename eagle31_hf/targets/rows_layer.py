@@ -25,18 +25,13 @@ from .tree_attention import attend_by_group, attend_by_position, mask_of_group, 
 KEPT = "eagle31_rows"  # attribute of a tensor that all layers get: what they make of it
 
 
-@dataclass
 class Norm:
     """An RMSNorm as a layer norm, which torch has one kernel for, where RMSNorm is ten operations: a row x followed by
     -x has the mean 0, and the mean of its squares for a variance. In 16 bits rows are rounded before they are weighed,
     as those of Llama are."""
 
-    weight: Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, norm: Any) -> "Norm":
-        return cls(norm.weight.detach(), eps_of(norm))
+    def __init__(self, norm: Any):
+        self.weight, self.eps = norm.weight.detach(), eps_of(norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
@@ -49,13 +44,11 @@ class RowsLayer:
     and before the MLP; `head_norms`: of queries and of keys, or none; `runs`: what multiplies by the weights of
     queries, keys and values, of attention's output, of gate and up, and of the MLP's output; `num_heads`: H and Hkv."""
 
-    index: int
     norms: list[Norm]
     head_norms: list[Norm]
     runs: Sequence[Run]
     num_heads: tuple[int, int]
-    width: int  # D
-    attention: Any  # the module, for the attention of prompts
+    attention: Any  # the module
     takes_prompts: bool
 
     @classmethod
@@ -73,12 +66,10 @@ class RowsLayer:
         if len(prepared) < len(runs) or attention.k_proj.out_features != attention.v_proj.out_features:
             return None
         return cls(
-            index=attention.layer_idx,
-            norms=[Norm.of(norm) for norm in norms],
-            head_norms=[Norm.of(norm) for norm in of_heads],
+            norms=[*map(Norm, norms)],
+            head_norms=[*map(Norm, of_heads)],
             runs=prepared,
             num_heads=(qkv[0].out_features // attention.head_dim, qkv[1].out_features // attention.head_dim),
-            width=attention.head_dim,
             attention=attention,
             takes_prompts=all(run.takes_prompts for run in prepared),
         )
@@ -101,13 +92,13 @@ class RowsLayer:
     def _attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
         """Attention: qkv (B, T, (H + 2 Hkv) * D) -> (B, T, H * D)."""
         size, num_queries, num_keys = qkv.shape[:2], *self.num_heads
-        heads = qkv.view(*size, -1, self.width)
+        heads = qkv.view(*size, -1, self.attention.head_dim)
         turned, values = heads.split((num_queries + num_keys, num_keys), dim=2)
         if self.head_norms:
             parts = turned.split((num_queries, num_keys), dim=2)
             turned = cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
         queries, keys = _rotated(turned, *rope).transpose(1, 2).split((num_queries, num_keys), dim=1)
-        keys, values = cache.update(keys, values.transpose(1, 2), self.index)
+        keys, values = cache.update(keys, values.transpose(1, 2), self.attention.layer_idx)
         scale, group = self.attention.scaling, num_queries // num_keys
         if takes_positions(queries, keys, values, {}):
             out = attend_by_position(queries, keys, values, scale)

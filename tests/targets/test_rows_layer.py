@@ -140,7 +140,7 @@ def test_a_layer_norm_of_a_row_and_its_negative_is_an_rms_norm(scale):
     norm = nn.RMSNorm(576, eps=1e-5)
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
     x = scale * (3 + torch.randn(2, 5, 576, generator=torch.Generator().manual_seed(0)))
-    assert_close("normed", rows_layer.Norm.of(norm)(x), norm(x).detach(), 1e-6)
+    assert_close("normed", rows_layer.Norm(norm)(x), norm(x).detach(), 1e-6)
 
 
 def test_in_16_bits_rounding_is_llama_s():
@@ -149,7 +149,7 @@ def test_in_16_bits_rounding_is_llama_s():
     norm = LlamaRMSNorm(576).bfloat16()
     torch.nn.init.normal_(norm.weight, 1.0, 0.3, generator=draw)
     x = torch.randn(1, 40, 576, generator=draw).bfloat16()
-    differ = (rows_layer.Norm.of(norm)(x) != norm(x)).float().mean()
+    differ = (rows_layer.Norm(norm)(x) != norm(x)).float().mean()
     assert differ < 1e-3  # where a value lies between two numbers of bf16 but for the last bit of fp32
     heads = torch.randn(1, 9, 5, 64, generator=draw).bfloat16()
     angles = torch.randn(1, 9, 32, generator=draw).repeat(1, 1, 2)
