@@ -318,8 +318,7 @@ def next_level(
     log_probs: Tensor, scores: Tensor, bits: Tensor, width: int, num_run: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see the operation."""
-    log_probs, scores = log_probs.contiguous(), scores.contiguous()
-    bits = bits.contiguous()
+    log_probs, scores, bits = (each.contiguous() for each in (log_probs, scores, bits))
     batch, num_nodes, k = log_probs.shape
     num_children = num_nodes * k
     totals = torch.empty(batch, num_children, dtype=torch.float32, device=scores.device)

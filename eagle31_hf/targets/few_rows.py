@@ -25,18 +25,20 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..kernels.operation import why_switched_off
-from ..kernels.packed_linear import DTYPES, Packed, is_available
 from .linear_kernels import (
     ALIKE_ROWS,
+    DTYPES,
     LOW,
     TORCH,
     Choice,
     Group,
     Kind,
+    Packed,
     at_least,
     by_kind,
     choice_for,
     engine,
+    is_available,
     pack,
     run_with,
     size_of,

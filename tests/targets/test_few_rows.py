@@ -13,13 +13,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from eagle31_hf import demo, track_acceptance
-from eagle31_hf.kernels import packed_linear
-from eagle31_hf.kernels.packed_linear import fits_fp16, is_available, onednn_linear, packed_by_fbgemm
 from eagle31_hf.storage.measured import Measured
 from eagle31_hf.targets import few_rows as module
 from eagle31_hf.targets import linear_kernels
 from eagle31_hf.targets.few_rows import few_rows, in_drafted_call
-from eagle31_hf.targets.linear_kernels import TORCH, Choice
+from eagle31_hf.targets.linear_kernels import TORCH, Choice, fits_fp16, is_available, onednn_linear, packed_by_fbgemm
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="torch has no oneDNN here")
 PROMPT = torch.tensor([[3, 5, 2, 9, 4, 1]])
@@ -37,7 +35,7 @@ def seconds_where_packed_takes(of_few_rows: float, of_prompts: float):
     """What is found where packed weights take so long, and torch's own kernels a second."""
 
     def seconds(runs, x):
-        is_packed = getattr(runs[0], "func", None) in (packed_linear.onednn_linear, packed_linear.fbgemm_linear)
+        is_packed = getattr(runs[0], "func", None) in (linear_kernels.onednn_linear, linear_kernels.fbgemm_linear)
         return (of_few_rows if len(x) in linear_kernels.TIMED_ROWS else of_prompts) if is_packed else 1.0
 
     return seconds
@@ -93,7 +91,7 @@ def test_weights_that_fp16_holds_are_read_as_such_and_multiplied_in_fp32(monkeyp
     monkeypatch.setattr(
         linear_kernels,
         "_seconds_of",
-        lambda runs, x: 0.1 if getattr(runs[0], "func", None) is packed_linear.fbgemm_linear else seconds(runs, x),
+        lambda runs, x: 0.1 if getattr(runs[0], "func", None) is linear_kernels.fbgemm_linear else seconds(runs, x),
     )
     model = model_of(stored, 1536, bias)
     x = torch.randn(40, 1536).to(stored)
@@ -179,7 +177,7 @@ def test_the_model_is_left_as_it_was_and_other_forwards_meanwhile_are_its_own(mo
         seen.append(threading.get_ident())
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
-    monkeypatch.setattr(packed_linear, "onednn_linear", noted)
+    monkeypatch.setattr(linear_kernels, "onednn_linear", noted)
     with few_rows(model):
         seen.clear()  # what was run to be timed
         assert torch.equal(model(x), own)  # no round
@@ -383,7 +381,7 @@ def test_prompts_run_the_kernel_of_few_rows_where_it_is_faster_by_far(monkeypatc
     monkeypatch.setattr(linear_kernels, "_seconds_of", seconds_where_packed_takes(0.5, of_prompts))
     ran, model, x = [], model_of(torch.float32), torch.randn(2, 70, 96)
     monkeypatch.setattr(
-        packed_linear, "onednn_linear", lambda *args, **kwargs: ran.append(args) or onednn_linear(*args, **kwargs)
+        linear_kernels, "onednn_linear", lambda *args, **kwargs: ran.append(args) or onednn_linear(*args, **kwargs)
     )
     expected = model(x)
     with few_rows(model), in_drafted_call():
@@ -413,8 +411,8 @@ def test_where_packing_fails_layers_run_as_torch_has_them(monkeypatch):
     def refused(weight, bias):
         raise RuntimeError("could not create a primitive")
 
-    for kernel in list(packed_linear.KERNELS):
-        monkeypatch.setitem(packed_linear.KERNELS, kernel, refused)
+    for kernel in list(linear_kernels.KERNELS):
+        monkeypatch.setitem(linear_kernels.KERNELS, kernel, refused)
     for _ in range(2):
         with few_rows(model := model_of(torch.bfloat16)) as rows, in_drafted_call(), torch.no_grad():
             assert rows.num_bytes == 0
@@ -487,7 +485,7 @@ def test_a_choice_that_does_not_hold_any_more_is_made_anew(monkeypatch):
     def refused(weight, bias):
         raise RuntimeError("could not create a primitive")
 
-    monkeypatch.setitem(packed_linear.KERNELS, "onednn", refused)
+    monkeypatch.setitem(linear_kernels.KERNELS, "onednn", refused)
     with few_rows(model := model_of(torch.bfloat16)):
         kernels = {module._layers[layer].choice.kernel for layer in (model[0], model[2])}
     assert kernels == {"fbgemm"} or not has_fbgemm()

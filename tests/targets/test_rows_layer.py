@@ -17,11 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from eagle31_hf.kernels import layer_parts
-from eagle31_hf.kernels.packed_linear import is_available, onednn_linear
 from eagle31_hf.targets import few_rows, linear_kernels, rows_layer
 from eagle31_hf.targets.few_rows import in_drafted_call
 from eagle31_hf.targets.fused import fused_rows, why_not_fused
 from eagle31_hf.targets.layers import decoder_layers
+from eagle31_hf.targets.linear_kernels import is_available, onednn_linear
 from eagle31_hf.targets.rows_layer import RowsLayer
 from eagle31_hf.targets.tree_attention import attention_of_rounds
 
