@@ -148,7 +148,7 @@ def _judged(
 ) -> str | None:
     """Returns None where the error is one of rounding, as `is_rounding` says, `most` being by default `_rounding`. An
     exception that comes again is a `Refusal`; one that does not was not the target's, and is raised."""
-    failures = list[Exception]()
+    failures = dict[tuple[type, str], Exception]()  # that have come once
     for _ in range(3):
         try:
             error = error_of(target)
@@ -156,20 +156,16 @@ def _judged(
         except FAILURES as failure:
             if isinstance(failure, torch.OutOfMemoryError):
                 raise
-            if any(_is_alike(failure, earlier) for earlier in failures):
-                failures = [earlier for earlier in failures if not _is_alike(failure, earlier)]
+            kind = type(failure), str(failure)
+            if failures.pop(kind, None) is not None:
                 if failures:
                     break
                 return Refusal(f"{refuses} ({type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:100]})")
-            failures.append(failure)
+            failures[kind] = failure
     if failures:
-        raise failures[0]
+        raise next(iter(failures.values()))
     is_same = is_rounding(target, error, lambda: (most or _rounding)(target))
     return None if is_same else f"{differs} ({error:.1g} of their spread)"
-
-
-def _is_alike(one: Exception, other: Exception) -> bool:
-    return (type(one), str(one)) == (type(other), str(other))
 
 
 def is_rounding(target: PreTrainedModel, error: float, most: Callable[[], float]) -> bool:
