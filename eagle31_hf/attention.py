@@ -147,9 +147,8 @@ class MLAttention(nn.Module):
 
         The heads become rows of one head, (B, 1, H T, R + P), so that nothing repeats the latent for each of them.
         """
-        up_k, up_v = self.kv_b_proj.weight.view(self.num_heads, -1, self.sizes["rank"]).split(
-            (self.sizes["nope"], self.sizes["value"]), 1
-        )
+        up = self.kv_b_proj.weight.view(self.num_heads, -1, self.sizes["rank"])
+        up_k, up_v = up.split((self.sizes["nope"], self.sizes["value"]), dim=1)
         q = torch.cat((torch.matmul(q_nope, up_k), q_rope), dim=-1)
         if mask is not None:
             mask = mask.expand(-1, self.num_heads, -1, -1).flatten(1, 2)[:, None]  # (B, 1, H T, S)

@@ -50,11 +50,8 @@ def check_mapping(d2t: Tensor, vocab_size: int) -> None:
     bad = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
     if len(bad):
         i = int(bad[0])
-        hint = (
-            " The values look like absolute ids; d2t holds offsets (target id - draft id)."
-            if int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
-            else ""
-        )
+        are_ids = int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
+        hint = " The values look like absolute ids; d2t holds offsets (target id - draft id)." if are_ids else ""
         raise ValueError(
             f"d2t[{i}] = {int(d2t[i])} maps draft id {i} to target id {int(ids[i])}; expected 0 to"
             f" {vocab_size - 1}.{hint}"

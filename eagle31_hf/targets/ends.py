@@ -114,9 +114,8 @@ def execution_device(model: nn.Module) -> torch.device:
 def check_loaded(module: nn.Module, name: str) -> None:
     """Raises ValueError where a module's weight is on the meta device and no hook of accelerate loads it for the
     forward."""
-    if any(weight.is_meta for weight in module.parameters()) and not any(
-        hasattr(part, "_hf_hook") for part in module.modules()
-    ):
+    is_hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if not is_hooked and any(weight.is_meta for weight in module.parameters()):
         raise ValueError(
             f"{name} is on the meta device, and nothing loads it when it is called; expected weights on a device, or"
             " offloaded by accelerate module by module (a device_map, cpu_offload or disk_offload without"

@@ -219,9 +219,8 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates, reads_shared: b
         if kwargs is None:
             return None
         is_ours = captured.begin((*args, *kwargs.values()))
-        return (
-            (args, kwargs | {"logits_to_keep": 0}) if is_ours and reads_shared and "logits_to_keep" in kwargs else None
-        )
+        is_to_change = is_ours and reads_shared and "logits_to_keep" in kwargs
+        return (args, kwargs | {"logits_to_keep": 0}) if is_to_change else None
 
     def after(module, args, output):
         captured.end(has_failed=output is None)  # torch passes None where the forward raised

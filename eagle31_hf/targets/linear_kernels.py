@@ -82,9 +82,8 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def packed_by_fbgemm(weight: Tensor, bias: Tensor | None) -> Packed:
     """Packs a weight that `fits_fp16`. Raises RuntimeError where torch has no FBGEMM, as on Arm."""
-    own = torch.ops.quantized.linear_prepack_fp16(
-        weight.detach().float().contiguous(), None if bias is None else bias.detach().float()
-    )
+    bias = None if bias is None else bias.detach().float()
+    own = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), bias)
     return Packed(functools.partial(fbgemm_linear, weight=own), 2 * weight.numel())
 
 
