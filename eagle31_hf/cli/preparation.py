@@ -63,38 +63,40 @@ def prepare_data(args: argparse.Namespace) -> int:
     prepared = prepare(
         target, processor, args.data, args.output, options, part=args.part, progress=progress, states_by=states_by
     )
-    report = asdict(prepared)
+    rows = [
+        ("store", f"{prepared.folder}: {prepared.shards} of {prepared.num_shards} shards"),
+        ("rows", f"{prepared.rows:,} of {prepared.tokens:,} tokens"),
+        *(("skipped", f"{count:,}: {reason}") for reason, count in sorted(prepared.skipped.items())),
+    ]
     if not is_spread(target) or PartialState().is_main_process:
-        show(args, report, "\n".join(_lines(report)))
+        show(args, asdict(prepared), "\n".join(f"{name:<8} {text}" for name, text in rows))
     return 0
 
 
 def data_options(args: argparse.Namespace, **others: Any) -> Any:
     """Returns the options of the data that `prepare-data` and `train` both have, and `others`. Raises ValueError for
     those that do not go together."""
-    return PreparationOptions(
-        max_length=args.max_length,
-        split=args.split,
-        max_samples=args.max_samples,
-        seed=args.seed,
-        template_options=dict(args.template_option),
-        engine=engine_options(args),
-        processes=args.processes,
-        **answer_options(args),
-        **others,
-    )
-
-
-def answer_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of the target's own answers. Raises ValueError where they are given and there are none."""
+    engine = engine_options(args)
     lengths = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     generation = given | sampling_options(args)  # others are as in the target's own generation config
     if not is_regenerated(args) and (generation or lengths):
         found = "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers"
         raise ValueError(f"{found}; expected --regenerate too.")
-    own = {"regenerate": is_regenerated(args), "self_prompts": args.self_prompts or 0, "generation": generation}
-    return own | lengths
+    return PreparationOptions(
+        max_length=args.max_length,
+        split=args.split,
+        max_samples=args.max_samples,
+        seed=args.seed,
+        template_options=dict(args.template_option),
+        engine=engine,
+        processes=args.processes,
+        regenerate=is_regenerated(args),
+        self_prompts=args.self_prompts or 0,
+        generation=generation,
+        **lengths,
+        **others,
+    )
 
 
 def engine_options(args: argparse.Namespace) -> Any:
@@ -113,15 +115,6 @@ def engine_options(args: argparse.Namespace) -> Any:
 def is_regenerated(args: argparse.Namespace) -> bool:
     """Returns True where answers are the target's own: where they are asked for, and wherever it asks the questions."""
     return bool(args.regenerate or args.self_prompts)
-
-
-def _lines(report: dict[str, Any]) -> list[str]:
-    rows = [
-        ("store", f"{report['folder']}: {report['shards']} of {report['num_shards']} shards"),
-        ("rows", f"{report['rows']:,} of {report['tokens']:,} tokens"),
-        *(("skipped", f"{count:,}: {reason}") for reason, count in sorted(report["skipped"].items())),
-    ]
-    return [f"{name:<8} {text}" for name, text in rows]
 
 
 def part_of(text: str) -> tuple[int, int]:

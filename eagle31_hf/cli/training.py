@@ -6,12 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import IntervalStrategy
 
 from ..checkpoints.headers import read_headers
+from ..training.arguments import GOING_ON, MATRIX_RATE, Eagle31TrainingArguments, usual_rate
 from ..training.fresh import new_drafter
+from ..training.output import check_output, claim, discard_replaced, once, set_aside
+from ..training.recipe import (
+    ExampleReader,
+    asked_data,
+    draft_vocabulary,
+    is_store,
+    line_of,
+    loaded_drafter,
+    log_in_lines,
+)
 from ..training.records import check_apart
+from ..training.saving import check_data
 from ..training.store import read_manifest
 from ..training.target import StoredTarget
+from ..training.trainer import Eagle31Trainer
 from ..upgrade import upgrade_to_eagle31
 from .loading import load_tokenizer
 from .parsing import Parser, config_field, count, field, number, positive, progress, rate_or_none, seed, show
@@ -29,9 +43,6 @@ SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 
 def train(args: argparse.Namespace) -> int:
     """Trains a drafter in a folder that no other run writes into meanwhile."""
-    from ..training.output import claim
-    from ..training.recipe import is_store
-
     if args.data is None and args.self_prompts is None:
         args.self_prompts = SELF_PROMPTS
     check_options(args)
@@ -54,11 +65,6 @@ def train(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     """Goes through a run from its data to the saved drafter."""
-    from ..training.output import check_output, discard_replaced, once
-    from ..training.recipe import asked_data, log_in_lines
-    from ..training.saving import check_data
-    from ..training.trainer import Eagle31Trainer
-
     output = settings.output_dir
     checkpoint = once(lambda: check_output(output, args.resume, args.overwrite))
     tokenizer = load_tokenizer(args.target, args.revision)
@@ -85,7 +91,9 @@ def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     log_in_lines(trainer, progress)
     if args.overwrite:
-        once(lambda: move_aside(output))
+        aside = once(lambda: set_aside(output))
+        if aside is not None:
+            progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
     result = trainer.train(resume_from_checkpoint=checkpoint)
     # Checkpoints keep fp32 to go on from; the drafter that is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
@@ -102,15 +110,6 @@ def asked_layers(args: argparse.Namespace) -> list[int] | None:
     if args.drafter is not None:
         return read_headers(args.drafter, fields).config.aux_hidden_state_layer_ids
     return fields.get("aux_hidden_state_layer_ids")
-
-
-def move_aside(output: str) -> None:
-    """Moves an earlier run's files aside, and says where they are until there is a new drafter."""
-    from ..training.output import set_aside
-
-    aside = set_aside(output)
-    if aside is not None:
-        progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -133,8 +132,6 @@ def check_options(args: argparse.Namespace) -> None:
 
 def arguments(args: argparse.Namespace) -> Any:
     """Returns the command's own options, and then --set, as arguments of the trainer."""
-    from ..training.arguments import Eagle31TrainingArguments
-
     every = {"eval_steps": args.eval_every, "save_steps": args.eval_every}
     evaluates = {"eval_strategy": "steps", "load_best_model_at_end": True} if args.eval_rows or args.eval_data else {}
     options = {name: getattr(args, name) for name in SAME} | {
@@ -151,8 +148,10 @@ def arguments(args: argparse.Namespace) -> Any:
     if "matrix_learning_rate" in args:
         options["matrix_learning_rate"] = args.matrix_learning_rate
     options |= every | evaluates | dict(args.set)
-    if args.drafter is not None:
-        options |= rates_to_go_on(options)
+    if args.drafter is not None:  # it has been trained: a share of the usual rates, where they are not given
+        options.setdefault("matrix_learning_rate", GOING_ON * MATRIX_RATE)
+        if options["learning_rate"] is None:
+            options["learning_rate"] = GOING_ON * usual_rate(options["matrix_learning_rate"])
     try:
         return Eagle31TrainingArguments(**options)
     except (TypeError, AttributeError) as error:
@@ -160,22 +159,11 @@ def arguments(args: argparse.Namespace) -> Any:
         raise ValueError(f"{found}; expected a field of Eagle31TrainingArguments, and a value of its type.") from None
 
 
-def rates_to_go_on(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rates for a drafter that has been trained: a share of the usual ones, where they are not given."""
-    from ..training.arguments import GOING_ON, MATRIX_RATE, usual_rate
-
-    matrix_rate, rate = options.get("matrix_learning_rate", GOING_ON * MATRIX_RATE), options["learning_rate"]
-    rate = GOING_ON * usual_rate(matrix_rate) if rate is None else rate
-    return {"matrix_learning_rate": matrix_rate, "learning_rate": rate}
-
-
 def stored_target(args: argparse.Namespace) -> Any:
     """Returns the parts of the target that the data keeps, or None where the target has to be loaded.
 
     Raises ValueError for options that need the whole target.
     """
-    from ..training.recipe import is_store
-
     if not is_store(args.data) or read_manifest(args.data).layer_ids is None:
         return None
     if args.upgrade or args.engine or is_regenerated(args):
@@ -188,10 +176,6 @@ def read_data(
     args: argparse.Namespace, target: Any, tokenizer: Any, settings: Any, options: Any, states_by: Any
 ) -> Any:
     """Returns the rows to train and to evaluate on; where there are none to evaluate on, the settings say so too."""
-    from transformers.trainer_utils import IntervalStrategy
-
-    from ..training.recipe import ExampleReader
-
     reader = ExampleReader(target, tokenizer, options, progress, Path(args.output), states_by)
     data = reader.training_data(args.data, args.eval_data, args.eval_rows)
     if data.held_out is None and args.eval_rows:
@@ -203,8 +187,6 @@ def read_data(
 
 def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data: Any) -> tuple[Any, float | None]:
     """Returns the drafter to train, and the share of the answers' tokens that a new one's draft vocabulary covers."""
-    from ..training.recipe import draft_vocabulary, loaded_drafter
-
     fields = dict(args.field)
     if args.drafter is not None:
         upgrade = upgrade_to_eagle31 if args.upgrade else None
@@ -216,8 +198,6 @@ def starting_drafter(args: argparse.Namespace, target: Any, tokenizer: Any, data
 
 def report(args: argparse.Namespace, trainer: Any, metrics: dict[str, Any]) -> None:
     """Shows the outcome as one JSON object, or in a few lines."""
-    from ..training.recipe import line_of
-
     evaluated = [entry for entry in trainer.state.log_history if "eval_accepted_length" in entry]
     best: dict[str, Any] = max(evaluated, key=lambda entry: entry["eval_accepted_length"], default={})
     result = {"output": args.output, "steps": trainer.state.global_step, **metrics, "best": best}
@@ -251,11 +231,6 @@ def add_train(parser: Parser) -> None:
     parser.add_option("--head", ("target", "scratch"), "target", "how a new drafter's head begins")
     parser.add("--draft-vocab-size", positive, "tokens a new drafter can propose, the most frequent (default: all)")
     parser.add_several("--field", config_field, "a field of Eagle31Config that wins")
-    _add_optimisation(parser)
-    add_loading(parser)
-
-
-def _add_optimisation(parser: Parser) -> None:
     parser.add_option("--depth", positive, 4, "steps unrolled")
     what = "kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them"
     parser.add_option("--loss", str, "kl=0.9,ce=0.1", what)
@@ -273,3 +248,4 @@ def _add_optimisation(parser: Parser) -> None:
     parser.add_option("--seed", seed, 0)
     parser.add_option("--report-to", str, "none", "trackio, wandb, tensorboard")
     parser.add_several("--set", field, "an argument of Eagle31TrainingArguments that wins")
+    add_loading(parser)
