@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -120,8 +121,7 @@ class TargetEnds(nn.Module):
         self.generation_config = generation_config
         self.scoring = scoring
         self.embedding = nn.Embedding.from_pretrained(parts["embedding"], freeze=True)
-        tied = self.embedding.weight
-        weight = nn.Parameter(parts["head"], requires_grad=False) if "head" in parts else tied
+        weight = nn.Parameter(parts["head"], requires_grad=False) if "head" in parts else self.embedding.weight
         self.head = nn.Linear(weight.shape[1], weight.shape[0], bias="head_bias" in parts, device="meta")
         self.head.weight = weight
         if "head_bias" in parts:
@@ -202,14 +202,10 @@ def without_layers(config: Any) -> Any:
     if hasattr(cut, "quantization_config"):
         del cut.quantization_config
     decoder = cut.get_text_config(decoder=True)
-    of_each_layer = [
-        name
-        for name, value in vars(decoder).items()
-        if isinstance(value, list) and len(value) == decoder.num_hidden_layers and name not in NOT_OF_LAYERS
-    ]
-    decoder.num_hidden_layers = 0
-    for name in of_each_layer:
-        setattr(decoder, name, [])
+    num_layers, decoder.num_hidden_layers = decoder.num_hidden_layers, 0
+    for name, value in [*vars(decoder).items()]:
+        if isinstance(value, list) and len(value) == num_layers and name not in NOT_OF_LAYERS:
+            setattr(decoder, name, [])
     return cut
 
 
@@ -219,10 +215,7 @@ def final_norm(bare: PreTrainedModel) -> nn.Module:
     none does."""
     given = list[tuple[nn.Module, Any]]()
     num_ids, _ = shape_of(bare.get_input_embeddings())
-    with ExitStack() as hooks:
-        for module in bare.modules():
-            hook = module.register_forward_hook(lambda module, args, output: given.append((module, output)))
-            hooks.callback(hook.remove)
+    with register_module_forward_hook(lambda module, args, output: given.append((module, output))):
         last = last_state(bare, torch.arange(PROBE_TOKENS)[None] % num_ids)
     for module, output in given:  # inner modules return before outer ones: the first with this tensor has made it
         if output is last:

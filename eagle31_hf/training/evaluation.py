@@ -24,11 +24,11 @@ from ..errors import DraftingRefusedError
 from ..modeling import Eagle31DrafterModel
 from ..targets.ends import execution_device
 from .arguments import Eagle31TrainingArguments
-from .chunked import PredictionFigures
 from .documents import Text, runs
 from .flop import FlopCounter
 from .kinds import tokens_of
-from .objective import Batch, Settings, UnrollRecord, means_of, sum_dtype
+from .objective import Batch, Settings, means_of, sum_dtype
+from .packing import STATE_COLUMNS
 
 logger = logging.get_logger(__name__)
 PROMPT_SHARE = 4  # of plain text, which has no prompt, the first quarter serves as one
@@ -101,21 +101,16 @@ class TrainingFigures:
 
 
 def share_of(examples: Any, index: int, count: int) -> Dataset:
-    """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on, and a blank one
-    where other processes have one more."""
-    mine = Subset(examples, range(index, len(examples), count))
-    blanks: Any = [blank_like(examples[0])] if len(mine) < -(-len(examples) // count) else []
-    share: Any = ConcatDataset([mine, blanks]) if blanks else mine
+    """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on, and where other
+    processes have one more a blank one, of which nothing is counted, with states where the others have them."""
+    share: Any = Subset(examples, range(index, len(examples), count))
+    if len(share) < -(-len(examples) // count):
+        first = examples[0]
+        states = {name: torch.as_tensor(first[name])[:1].repeat(3, 1) for name in STATE_COLUMNS if name in first}
+        blanks: Any = [{"input_ids": [0, 0, 0], "answers": [False] * 3} | states]
+        share = ConcatDataset([share, blanks])
     share.examples = examples
     return share
-
-
-def blank_like(example: Any) -> dict[str, Any]:
-    """Makes an example of which nothing is counted, with states where the given one has them."""
-    states = {
-        name: torch.as_tensor(example[name])[:1].repeat(3, 1) for name in ("states", "last_states") if name in example
-    }
-    return {"input_ids": [0, 0, 0], "answers": [False] * 3} | states
 
 
 class Evaluation:
@@ -135,23 +130,18 @@ class Evaluation:
     def add(self, batch: Batch, outputs: dict[str, Any]) -> None:
         """Adds a batch and what the objective returned for it."""
         self.sums = outputs["sums"] if self.sums is None else self.sums + outputs["sums"]
-        hits = self.hits_of(batch, outputs["record"], outputs["figures"])
+        record, guesses = outputs["record"], outputs["figures"].guess
+        if self.draft_to_target is not None:
+            guesses = self.draft_to_target[guesses]
+        # by depth and chain, whether the draft is the text's token: (K, B, T)
+        hits = guesses.new_zeros(self.settings.depth, *batch.input_ids.shape, dtype=torch.bool)
+        by_depth = guesses.split([len(sequence) for sequence, _ in record.at])
+        for k, (sequence, position) in enumerate(record.at):
+            hits[k, sequence, position] = by_depth[k] == batch.input_ids[sequence, position + 2 + k]
         for sequence, start, end in answers_of(batch.answers, batch.documents):
             stops = int(batch.input_ids[sequence, end - 1]) in self.stop_ids
             chains = slice(start - 1, end - 2)  # the chain that begins with a token is that of the position before it
             self.walked += walk(hits[:, sequence, chains], stops)
-
-    def hits_of(self, batch: Batch, record: UnrollRecord, figures: PredictionFigures) -> Tensor:
-        """Returns, by depth and chain, whether the draft is the text's token: (K, B, T)."""
-        shape = (self.settings.depth, *batch.input_ids.shape)
-        hits = torch.zeros(shape, dtype=torch.bool, device=batch.input_ids.device)
-        guesses = record.by_depth(
-            figures.guess if self.draft_to_target is None else self.draft_to_target[figures.guess]
-        )
-        for k, at in enumerate(zip(record.sequence, record.position, strict=True)):
-            sequence, position = at
-            hits[k][at] = guesses[k] == batch.input_ids[sequence, position + 2 + k]
-        return hits
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns `loss`, every figure by depth (`accuracy_1` is of the first drafted token), and the accepted lengths

@@ -66,10 +66,13 @@ def drafter_fields(config: Any) -> dict[str, Any]:
     values = {name: of_first_layer(config, name) for name in SAME}
     values |= {name: getattr(config, name, None) for name in SPECIAL_IDS}
     values = {name: value for name, value in values.items() if value is not None}
+    rope = getattr(config, "rope_parameters", None)
+    if rope and "rope_type" not in rope:  # each type of layer has its own
+        rope = rope.get("full_attention") or next(iter(rope.values()))
     return values | {
         "hidden_size": config.hidden_size,
         "aux_hidden_state_layer_ids": layer_ids_for(config),
-        "rope_parameters": rope_of(config),
+        "rope_parameters": dict(rope) if rope else None,
     }
 
 
@@ -91,14 +94,6 @@ def of_first_layer(config: Any, name: str) -> Any:
     except RuntimeError:  # how a config says that its layers differ in it
         value = getattr(config.per_layer_config[0], name)
     return (value[0] if isinstance(value, list | tuple) else value) or None  # GLM5-Next says 0 for what it derives
-
-
-def rope_of(config: Any) -> dict[str, Any] | None:
-    """Returns the target's rope parameters; where its layer types have some each, those of full attention."""
-    rope = getattr(config, "rope_parameters", None)
-    if rope and "rope_type" not in rope:
-        rope = rope.get("full_attention") or next(iter(rope.values()))
-    return dict(rope) if rope else None
 
 
 @torch.no_grad()

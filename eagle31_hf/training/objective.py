@@ -168,7 +168,10 @@ class DraftingObjective(nn.Module):
             at = supervised_positions(batch.answers, k, settings.convention, batch.documents)
             weights, _ = NORMALISATIONS[settings.normalisation](*at, batch.documents)
             weights = weights * (settings.depth_weights[k] / max(1.0, float(totals[k])))
-            record.add(normed[at], weights, at, state_norm(state.detach())[at])
+            record.states.append(normed[at])
+            record.weights.append(weights)
+            record.at.append(at)
+            record.norms.append(state_norm(state.detach())[at])
             if mass is not None:
                 record.masses.append(mass.of(k, *at))
         return record
@@ -192,41 +195,27 @@ class DraftingObjective(nn.Module):
 
 
 class UnrollRecord:
-    """The unroll at the supervised positions, each a list by depth: states to score (N, h), weights (N,),
-    sequence and position (N,), norms of the states (N,), attention masses (N, 4) where they are observed."""
+    """The unroll at the supervised positions, each a list by depth: states to score (N, h), weights (N,), `at`, which
+    is sequence and position, both (N,), norms of the states (N,), attention masses (N, 4) where they are observed."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
         self.weights: list[Tensor] = []
-        self.sequence: list[Tensor] = []
-        self.position: list[Tensor] = []
+        self.at: list[tuple[Tensor, Tensor]] = []
         self.norms: list[Tensor] = []
         self.masses: list[Tensor] = []
-
-    def add(self, states: Tensor, weights: Tensor, at: tuple[Tensor, Tensor], norms: Tensor) -> None:
-        """Adds a depth; `at`: sequence and position, both (N,)."""
-        self.states.append(states)
-        self.weights.append(weights)
-        self.sequence.append(at[0])
-        self.position.append(at[1])
-        self.norms.append(norms)
 
     def predictions(self, length: int) -> Predictions:
         """Returns the predictions of all depths, each compared with the target's state at the last token embedded, of
         B * `length` states. The states to score are handed over, so that no second copy is held."""
-        pairs = zip(self.sequence, self.position, strict=True)
-        at = [sequence * length + position + 1 + k for k, (sequence, position) in enumerate(pairs)]
+        at = [sequence * length + position + 1 + k for k, (sequence, position) in enumerate(self.at)]
         states, self.states = torch.cat(self.states), []
         return Predictions(states, torch.cat(self.weights), torch.cat(at))
-
-    def by_depth(self, figure: Tensor) -> list[Tensor]:
-        """Splits a figure of all predictions (N,) by depth."""
-        return list(figure.split([len(sequence) for sequence in self.sequence]))
 
     def sums(self, figures: PredictionFigures) -> Tensor:
         """Returns by depth the number of predictions, the number of those that are watched, and the sums of OF_ALL and
         OF_WATCHED: (2 + figures, K) in `sum_dtype`, which processes and batches add up."""
-        lengths, dtype = [len(sequence) for sequence in self.sequence], sum_dtype(figures.loss.device)
+        lengths, dtype = [len(norms) for norms in self.norms], sum_dtype(figures.loss.device)
         counts = torch.tensor(lengths, dtype=dtype, device=figures.loss.device)
         watched, of_watched = torch.zeros_like(counts), figures.loss.new_zeros(len(OF_WATCHED), len(figures.loss))
         if self.masses:

@@ -62,11 +62,9 @@ class PackedExamples(Dataset):
     """
 
     def __init__(self, examples: Any, max_length: int):
-        lengths = (
-            examples.lengths
-            if hasattr(examples, "lengths")
-            else [len(examples[index]["input_ids"]) for index in range(len(examples))]
-        )
+        lengths = getattr(examples, "lengths", None)
+        if lengths is None:
+            lengths = [len(examples[index]["input_ids"]) for index in range(len(examples))]
         self.examples = examples
         self.packs = pack(lengths, max_length)
         self.lengths = [sum(lengths[index] for index in indices) for indices in self.packs]
@@ -80,7 +78,9 @@ class PackedExamples(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[list[Example]]:
         """Returns several lists; examples that are asked for elsewhere are asked for at once."""
         packs = [self.packs[index] for index in indices]
-        found = iter(examples_at(self.examples, [index for pack in packs for index in pack]))
+        wanted = [index for pack in packs for index in pack]
+        at_once = getattr(self.examples, "__getitems__", None)
+        found = iter(at_once(wanted) if at_once else [self.examples[index] for index in wanted])
         return [[next(found) for _ in pack] for pack in packs]
 
 
@@ -141,13 +141,6 @@ class Part(Subset):
     def tokens(self, index: int) -> Tokens:
         """Returns the tokens of an example, without its states."""
         return tokens_at(self.examples, self.indices[index])
-
-
-def examples_at(examples: Any, indices: Sequence[int]) -> list[Example]:
-    """Returns several examples, at once where the dataset can."""
-    if hasattr(examples, "__getitems__"):
-        return examples.__getitems__(indices)
-    return [examples[index] for index in indices]
 
 
 def tokens_at(examples: Any, index: int) -> Tokens:

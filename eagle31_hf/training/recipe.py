@@ -105,7 +105,7 @@ class ExampleReader:
             options = replace(options, self_prompts=0, max_samples=None)
         if not is_store(source):
             store = self._made(source, self.folder / name, options)
-            return store, self._facts(source or "self-prompted chats", store, store.skipped)
+            return store, self._facts(source or "self-prompted chats", store)
         store = HiddenStateStore(source)
         store.check(tokenizer_fingerprint(self.tokenizer))
         is_regenerated = options.regenerate and not store.manifest.source["regenerate"]
@@ -116,7 +116,7 @@ class ExampleReader:
                     f"{option} is {value} and {source} is a store, which is read as it is; expected the data it was"
                     f" made of, or a store made by prepare-data --{option.replace('_', '-')}."
                 )
-        return store, self._facts(source, store, store.skipped)
+        return store, self._facts(source, store)
 
     def _made(self, source: str | None, folder: Path, options: PreparationOptions) -> HiddenStateStore:
         """Makes the store of a source, each process of a distributed run its share of the shards, or all together where
@@ -165,9 +165,10 @@ class ExampleReader:
         own.mkdir(parents=True, exist_ok=True)
         return own
 
-    def _facts(self, source: str, examples: HiddenStateStore, skipped: Mapping[str, int]) -> dict[str, Any]:
+    def _facts(self, source: str, examples: HiddenStateStore) -> dict[str, Any]:
         """Counts examples (`rows`), tokens and skipped records, and tells them to `progress`."""
-        facts = {"source": source, "rows": len(examples), "tokens": sum(examples.lengths), "skipped": dict(skipped)}
+        skipped = dict(examples.skipped)
+        facts = {"source": source, "rows": len(examples), "tokens": sum(examples.lengths), "skipped": skipped}
         left_out = "".join(f", {count:,} skipped ({reason})" for reason, count in sorted(skipped.items()))
         self.progress(f"{source}: {facts['rows']:,} rows of {facts['tokens']:,} tokens{left_out}")
         return facts | {"records_digest": _records_digest(examples.manifest.source, examples.manifest.num_records)}

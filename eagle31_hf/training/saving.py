@@ -131,12 +131,8 @@ def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """Returns the checkpoints in a folder, whole or not, by their step: the subfolders `checkpoint-<digits>`."""
-    found = {
-        path: CHECKPOINT.fullmatch(path.name)
-        for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir()
-    }
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.rpartition("-")[2]))
+    found = [path for path in Path(folder).glob("*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def remove_oldest(folder: str | Path, limit: int | None, best: str | None) -> None:

@@ -76,9 +76,13 @@ class TargetReader:
 
         `documents` (B, T): the numbers of their texts, 0 padding, whose states are zero.
         """
-        groups = groups_of(texts_of(documents), documents.numel())
+        groups = groups_of(texts_of(documents), documents.numel()) or [[]]
+        if self.in_lockstep:  # as many as the process with most: empty ones are run, too
+            count = torch.tensor(len(groups), device=self.device)
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
+            groups += [[]] * (int(count) - len(groups))
         states = last = None
-        for group in self._same_number(groups):
+        for group in groups:
             tokens = input_ids.new_zeros(max(1, len(group)), max((text.length for text in group), default=1))
             for i, text in enumerate(group):
                 tokens[i, : text.length] = input_ids[text.sequence, text.start : text.end]
@@ -121,14 +125,6 @@ class TargetReader:
             if rank == own:
                 found = captured.take(), final
         return found
-
-    def _same_number(self, groups: list[list[Text]]) -> list[list[Text]]:
-        """Returns the groups, one at least, and as many empty ones as another process has more."""
-        if not self.in_lockstep:
-            return groups or [[]]
-        count = torch.tensor(max(1, len(groups)), device=self.device)
-        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self.group)
-        return groups + [[]] * (int(count) - len(groups))
 
     @torch.no_grad()
     def logits(self, last_states: Tensor) -> Tensor:
