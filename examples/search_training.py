@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from eagle31_hf import Eagle31DrafterModel, Eagle31Trainer, Eagle31TrainingArguments
+from eagle31_hf.training.documents import position_skips, reach_within
 from eagle31_hf.training.evaluation import Evaluation, walk_metrics
 from eagle31_hf.training.fresh import new_drafter
 from eagle31_hf.training.losses import parse_mixture
 from eagle31_hf.training.objective import Batch, DraftingObjective, Settings, means_of
 from eagle31_hf.training.optimizer import ADJUSTMENT, MOMENTUM, matrices_of
-from eagle31_hf.training.spreading import position_skips, reach_within
 
 SERVED_DEPTH = 7
 EVALUATED_AT_ONCE = {"as trained": 16, "perturbed": 16, "long": 4}

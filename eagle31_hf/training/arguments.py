@@ -27,6 +27,11 @@ def usual_rate(matrix_rate: float | None) -> float:
     return RATE_ALONE if matrix_rate is None else RATE
 
 
+def own(default: Any, about: str) -> Any:
+    """Returns the field of an argument that only drafters have, with its help."""
+    return field(default=default, metadata={"help": about})
+
+
 @dataclass
 class Eagle31TrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with defaults that suit drafters, and arguments that only drafters have; each of
@@ -50,47 +55,29 @@ class Eagle31TrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = False
     ddp_timeout: int = 86_400  # seconds; while one process makes data the others wait
 
-    matrix_learning_rate: float | None = field(
-        default=MATRIX_RATE,
-        metadata={"help": "rate of Muon, which trains the matrices of fc and layers; None: `optim` trains all"},
+    matrix_learning_rate: float | None = own(
+        MATRIX_RATE, "rate of Muon, which trains the matrices of fc and layers; None: `optim` trains all"
     )
-    depth: int = field(default=4, metadata={"help": f"steps the drafter is unrolled, 1 to {MAX_DEPTH}"})
-    depth_decay: float = field(default=0.8, metadata={"help": "depth k weighs depth_decay ** k"})
-    depth_weights: list[float] | None = field(
-        default=None, metadata={"help": "a weight for each depth, instead of depth_decay"}
+    depth: int = own(4, f"steps the drafter is unrolled, 1 to {MAX_DEPTH}")
+    depth_decay: float = own(0.8, "depth k weighs depth_decay ** k")
+    depth_weights: list[float] | None = own(None, "a weight for each depth, instead of depth_decay")  # noqa: RUF009
+    loss: str = own(DEFAULT_LOSS, "distance to the target, or a mixture of several")
+    loss_mask: str = own("serving", f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}")
+    normalisation: str = own("token", f"what is averaged over: {', '.join(NORMALISATIONS)}")
+    train_prompts: bool = own(True, "also learn from the tokens before and between answers; evaluations do not")
+    position_reach: int | None = own(
+        None,
+        "positions are spread up to so many by a skip in each text (PoSE), at most to the drafter's"
+        f" max_position_embeddings; 0: not; by default {TIMES_LONGER} times max_length",
     )
-    loss: str = field(default=DEFAULT_LOSS, metadata={"help": "distance to the target, or a mixture of several"})
-    loss_mask: str = field(
-        default="serving",
-        metadata={"help": f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}"},
-    )
-    normalisation: str = field(
-        default="token", metadata={"help": f"what is averaged over: {', '.join(NORMALISATIONS)}"}
-    )
-    train_prompts: bool = field(
-        default=True, metadata={"help": "also learn from the tokens before and between answers; evaluations do not"}
-    )
-    position_reach: int | None = field(
-        default=None,
-        metadata={
-            "help": "positions are spread up to so many by a skip in each text (PoSE), at most to the drafter's"
-            f" max_position_embeddings; 0: not; by default {TIMES_LONGER} times max_length"
-        },
-    )
-    max_length: int = field(default=4096, metadata={"help": "tokens of a packed sequence, at most"})
-    packing: bool = field(default=True, metadata={"help": "several texts to a sequence, which do not see each other"})
-    train_embeddings: bool = field(
-        default=False, metadata={"help": "also train the drafter's own table, where it has one"}
-    )
-    train_head: bool = field(default=True, metadata={"help": "also train the drafter's own head, where it has one"})
-    shard_target: bool = field(
-        default=False, metadata={"help": "each process keeps a part of every layer of the target (FSDP2)"}
-    )
-    eval_depth: int | None = field(
-        default=None, metadata={"help": "tokens drafted a round when evaluating, by default as many as depth"}
-    )
-    eval_prompts: int = field(default=4, metadata={"help": "prompts that generate() decodes at an evaluation; 0: none"})
-    eval_max_new_tokens: int = field(default=64, metadata={"help": "tokens of each"})
+    max_length: int = own(4096, "tokens of a packed sequence, at most")
+    packing: bool = own(True, "several texts to a sequence, which do not see each other")
+    train_embeddings: bool = own(False, "also train the drafter's own table, where it has one")
+    train_head: bool = own(True, "also train the drafter's own head, where it has one")
+    shard_target: bool = own(False, "each process keeps a part of every layer of the target (FSDP2)")
+    eval_depth: int | None = own(None, "tokens drafted a round when evaluating, by default as many as depth")
+    eval_prompts: int = own(4, "prompts that generate() decodes at an evaluation; 0: none")
+    eval_max_new_tokens: int = own(64, "tokens of each")
 
     def __post_init__(self):
         self._check_kinds()
@@ -128,6 +115,7 @@ class Eagle31TrainingArguments(TrainingArguments):
     def check(self) -> None:
         """Raises ValueError for values out of range and for values that contradict each other."""
         weights, rate = self.depth_weights, self.matrix_learning_rate
+        masks, means = ", ".join(CONVENTIONS), ", ".join(NORMALISATIONS)
         rules = (
             (self.learning_rate >= 0, f"learning_rate is {self.learning_rate}; expected a rate of at least 0"),
             (rate is None or rate > 0, f"matrix_learning_rate is {rate}; expected a rate above 0, or None"),
@@ -137,14 +125,8 @@ class Eagle31TrainingArguments(TrainingArguments):
                 or (len(weights) == self.depth and all(isinstance(each, Real) and 0 <= each < inf for each in weights)),
                 f"depth_weights are {weights} and depth is {self.depth}; expected as many numbers of at least 0",
             ),
-            (
-                self.loss_mask in CONVENTIONS,
-                f"loss_mask is {self.loss_mask!r}; expected one of {', '.join(CONVENTIONS)}",
-            ),
-            (
-                self.normalisation in NORMALISATIONS,
-                f"normalisation is {self.normalisation!r}; expected one of {', '.join(NORMALISATIONS)}",
-            ),
+            (self.loss_mask in CONVENTIONS, f"loss_mask is {self.loss_mask!r}; expected one of {masks}"),
+            (self.normalisation in NORMALISATIONS, f"normalisation is {self.normalisation!r}; expected one of {means}"),
             (self.position_reach >= 0, f"position_reach is {self.position_reach}; expected at least 0"),
             (self.max_length >= 4, f"max_length is {self.max_length}; expected at least 4"),
             (

@@ -85,11 +85,11 @@ class MassObserver:
         self.positions = torch.arange(documents.shape[1], device=documents.device)
         # (B, S): the position at which the text begins
         self.first = self.positions - positions_of(documents, documents.shape[1], documents.device)
-        self._masses: dict[int, Tensor] = {}
+        self.masses: dict[int, Tensor] = {}  # of each depth (B, S, 4), by the sequence and position where chains begin
 
     @torch.no_grad()
     def observe(self, attended: Attended) -> None:
-        """Keeps the masses (B, S, 4) of one depth."""
+        """Keeps the masses of one depth."""
         keys = attended.first_keys
         index = self.first.expand(keys.shape[0], -1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
 
@@ -101,11 +101,7 @@ class MassObserver:
         own = own * attended.seen.in_window(self.positions, self.positions)
         own = own * (self.first != self.positions)[:, None]  # a text's first key is its sink
         made = sum((weights(key) for key in attended.later_keys), torch.zeros_like(own))
-        self._masses[attended.depth] = attention_mass(sink, own, made)
-
-    def of(self, depth: int, sequence: Tensor, position: Tensor) -> Tensor:
-        """Returns the masses (N, 4) of the chains that begin at these sequences and positions, both (N,)."""
-        return self._masses[depth][sequence, position]
+        self.masses[attended.depth] = attention_mass(sink, own, made)
 
 
 class JoinedAttention(torch.autograd.Function):

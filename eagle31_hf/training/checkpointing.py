@@ -14,8 +14,8 @@ from transformers.utils import logging
 from ..modeling import Eagle31DrafterModel
 from . import saving
 from .arguments import Eagle31TrainingArguments
+from .documents import reach_within
 from .optimizer import MUON, check_same, optimizer_names, with_muon
-from .spreading import reach_within
 
 logger = logging.get_logger(__name__)
 

@@ -67,7 +67,7 @@ def means_of(sums: Tensor) -> dict[str, list[float]]:
 class Batch:
     """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; aux
     hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht); what is added to positions (B, T)
-    where they are spread, see `spreading`.
+    where they are spread, see `documents`.
 
     No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
     """
@@ -173,7 +173,7 @@ class DraftingObjective(nn.Module):
             record.at.append(at)
             record.norms.append(state_norm(state.detach())[at])
             if mass is not None:
-                record.masses.append(mass.of(k, *at))
+                record.masses.append(mass.masses[k][at])
         return record
 
     def _distances(

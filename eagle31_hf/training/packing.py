@@ -38,14 +38,13 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     rooms: list[int] = []  # ascending; there are at most `max_length` of them, however many the packs
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         place = bisect_left(rooms, lengths[index])
-        best = list[int]()
-        room = max_length
         if place < len(rooms):
             room = rooms[place]
             best = by_room[room].pop()
             if not by_room[room]:
                 del rooms[place]
         else:
+            room, best = max_length, []
             packs.append(best)
         best.append(index)
         left = room - lengths[index]

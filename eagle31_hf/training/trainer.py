@@ -18,6 +18,7 @@ from ..targets.layers import decoder_layers
 from .answers import stop_ids
 from .arguments import Eagle31TrainingArguments
 from .checkpointing import CheckpointingTrainer
+from .documents import position_skips
 from .ends import TargetEnds
 from .evaluation import Evaluation, TrainingFigures, served, share_of
 from .images import image_ids, refuse_images
@@ -27,7 +28,6 @@ from .objective import Batch, DraftingObjective
 from .packing import Collator, Example, PackedExamples, check_columns
 from .read_ahead import States, StatesAhead, TrainingBatches
 from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
-from .spreading import position_skips
 from .target import TargetReader, ends_behind, shard
 
 logger = logging.get_logger(__name__)
@@ -125,15 +125,15 @@ class Eagle31Trainer(CheckpointingTrainer):
         draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
         how = self.args.train_prompts, self._image_ids, self.position_reach, draws
         samples = [as_trained(batch, *how) for batch in samples]
+        settings = self.args.settings()
+        ways = (settings.depth, settings.convention, settings.normalisation)
+        totals = torch.zeros(settings.depth, dtype=torch.long)
         for batch in samples:
             self._figures.begin(batch["documents"])
+            totals += loss_denominators(batch["answers"], batch["documents"], *ways)
         if isinstance(self.reader, TargetReader) and self.reader.is_apart:
             ahead = StatesAhead(self._read_apart, samples)
             samples = [batch | {"ahead": ahead} for batch in samples]
-        settings = self.args.settings()
-        ways = (settings.depth, settings.convention, settings.normalisation)
-        denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]
-        totals = torch.stack(denominators).sum(0) if samples else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
 
     def training_step(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:

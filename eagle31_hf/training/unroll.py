@@ -32,7 +32,7 @@ def unroll(
     Entry t of depth k is of the chain of position t; chains whose tokens would lie past the end are left out.
     `input_ids` (B, T); `states` (B, T, n*ht): aux hidden states of the target. `documents` (B, T): the number of the
     packed text each token belongs to; texts do not see each other, and each has positions of its own, to which `skips`
-    (B, T) are added, see `spreading`. Gradients flow through all depths; with `recompute` the backward pass runs
+    (B, T) are added, see `documents`. Gradients flow through all depths; with `recompute` the backward pass runs
     each depth again instead of keeping what it computed. `observe` sees layer 0 attend. Raises ValueError for a depth
     that no chain has tokens for, and for attention dropout.
     """

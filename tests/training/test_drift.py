@@ -50,5 +50,5 @@ def test_masses_are_those_of_the_full_attention(kind, window, documents):
                 sink, made = full[b, t, start], full[b, t, LENGTH - 1 :].sum()
                 own = full[b, t, t] if t > start else torch.tensor(0.0)
                 wanted = torch.stack([sink, 1 - sink - own - made, own, made])
-                found = mass.of(seen.depth, torch.tensor([b]), torch.tensor([t]))[0]
+                found = mass.masses[seen.depth][b, t]
                 assert_close(f"depth {seen.depth}, sequence {b}, position {t}", found, wanted, FORWARD)

@@ -6,8 +6,7 @@ from factories import build
 from training_runs import PLAIN, make_examples, make_trainer, run
 
 from eagle31_hf.seeding import generator_of
-from eagle31_hf.training.documents import positions_of
-from eagle31_hf.training.spreading import position_skips, reach_within
+from eagle31_hf.training.documents import position_skips, positions_of, reach_within
 
 DOCUMENTS = torch.tensor([[1] * 7 + [2] * 20 + [0] * 3, [1] * 30])
 REACH = 100
