@@ -43,7 +43,7 @@ class TrainingFigures:
         self._num_tokens, self._began = 0, 0.0
         self._waited = 0.0  # since the last call of `take`
         self._taken_at: float | None = None
-        self._num_broken = torch.zeros((), device=device)
+        self.num_broken = torch.zeros((), device=device)  # texts that are left out, from the start of the run
         self.flop_of_token: float | None = None  # of this process, in a batch like the first
 
     def add(self, sums: Tensor) -> None:
@@ -74,10 +74,6 @@ class TrainingFigures:
         else:
             self._waited += seconds
 
-    def add_broken(self, count: Tensor) -> None:
-        """Adds to the number of texts that are left out, which counts from the start of the run."""
-        self._num_broken += count
-
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the means since the last call over all processes, by depth (`accuracy_1` is of the first drafted
         token), the tokens trained on a second since the first batch after that call, the TFLOP a second that they take
@@ -96,7 +92,7 @@ class TrainingFigures:
         logs["waiting_for_data"] = round(self._waited / max(1e-9, now - (self._taken_at or now)), 4)
         self._num_tokens, self._waited = 0, 0.0
         self._taken_at = now
-        num_broken = int(accelerator.reduce(self._num_broken.clone(), "sum"))
+        num_broken = int(accelerator.reduce(self.num_broken.clone(), "sum"))
         return logs | ({"texts_with_broken_states": num_broken} if num_broken else {})
 
 

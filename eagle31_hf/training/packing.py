@@ -120,16 +120,6 @@ class Collator:
         return sequence
 
 
-def check_columns(batch: Mapping[str, Any]) -> None:
-    """Raises ValueError for a batch of a collator that lacks what training needs."""
-    missing = [name for name in COLUMNS if name not in batch]
-    if missing:
-        raise ValueError(
-            f"a batch has {', '.join(sorted(batch)) or 'nothing'}, and no {', '.join(missing)}; expected a"
-            f" data_collator that gives {', '.join(COLUMNS)}, as eagle31_hf.training.packing.Collator does."
-        )
-
-
 class Part(Subset):
     """The examples of another dataset at these indices, with their lengths."""
 

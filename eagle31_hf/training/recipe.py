@@ -38,10 +38,8 @@ from .store import MANIFEST, HiddenStateStore, read_manifest
 EVAL_DATA = "eval-data"  # folder of what is evaluated on
 WORTH_TELLING = 0.05  # of the time
 FOR_UPGRADE = 16  # examples on which an EAGLE 3 drafter is calibrated
-Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
-
-
 READER = 2  # of records: another number where they are read otherwise, so that what is cached is made anew
+Upgrade = Callable[[Eagle31DrafterModel, Any, list[Tensor]], Eagle31DrafterModel]
 
 
 @dataclass
@@ -291,18 +289,15 @@ class ProgressLines(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = line_of(logs or {})
-        if state.is_world_process_zero and line:
-            self.progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}{self._pace(state, logs)}")
-
-    def _pace(self, state: Any, logs: Mapping[str, float]) -> str:
-        """Returns how fast a run is, and how long it will still take, evaluations included."""
+        if not line or not state.is_world_process_zero:
+            return
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
-        if "tokens_per_second" not in logs or done < 1:
-            return ""
-        minutes = (monotonic() - self._began) / done * left / 60
-        waiting = logs.get("waiting_for_data", 0.0)
-        waits = f", {waiting:.0%} of the time waiting for data" if waiting >= WORTH_TELLING else ""
-        return f"; {logs['tokens_per_second']:,.0f} tokens/s{waits}, {minutes:,.0f} minutes left"
+        if "tokens_per_second" in logs and done >= 1:
+            minutes = (monotonic() - self._began) / done * left / 60  # evaluations included
+            waiting = logs.get("waiting_for_data", 0.0)
+            waits = f", {waiting:.0%} of the time waiting for data" if waiting >= WORTH_TELLING else ""
+            line += f"; {logs['tokens_per_second']:,.0f} tokens/s{waits}, {minutes:,.0f} minutes left"
+        self.progress(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 
 
 def log_in_lines(trainer: Any, progress: Tell) -> None:

@@ -168,18 +168,16 @@ def ends_behind(drafter: Eagle31DrafterModel, examples: Any) -> TargetEnds:
     while isinstance(store, PackedExamples | Part):
         store = store.examples
     if isinstance(store, StreamedStates):
-        return _tied(drafter, store.source.ends, store.source.layer_ids, store.source.servers.name)
-    if not isinstance(store, HiddenStateStore) or store.manifest.layer_ids is None:
+        source: Any = store.source.servers.name
+        ends, layer_ids = store.source.ends, store.source.layer_ids
+    elif isinstance(store, HiddenStateStore) and store.manifest.layer_ids is not None:
+        source = store.folder
+        ends, layer_ids = StoredTarget(source, store.manifest.target), store.manifest.layer_ids
+    else:
         raise ValueError(
             "there is neither a target nor a store with its states; pass target=, or data that prepare-data wrote with"
             " --states."
         )
-    kept = StoredTarget(store.folder, store.manifest.target)
-    return _tied(drafter, kept, store.manifest.layer_ids, store.folder)
-
-
-def _tied(drafter: Eagle31DrafterModel, ends: TargetEnds, layer_ids: list[int], source: Any) -> TargetEnds:
-    """Ties a drafter to the ends of a target whose states at these layers it is to learn from."""
     asked = drafter.config.aux_hidden_state_layer_ids
     if asked not in (None, layer_ids) or drafter.config.num_aux_states != len(layer_ids):
         reads = f"{drafter.config.num_aux_states} of any" if asked is None else str(asked)

@@ -25,7 +25,7 @@ from .images import image_ids, refuse_images
 from .kinds import check_ids, tokens_of
 from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
-from .packing import Collator, Example, PackedExamples, check_columns
+from .packing import COLUMNS, Collator, Example, PackedExamples
 from .read_ahead import States, StatesAhead, TrainingBatches
 from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
 from .target import TargetReader, ends_behind, shard
@@ -68,7 +68,10 @@ class Eagle31Trainer(CheckpointingTrainer):
         self.target = target
         self.reader = source_of_states(model, target, args, train_dataset)
         self._image_ids = image_ids(getattr(self.reader, "ends", self.reader).config)
-        freeze(model, args)
+        # of the drafter's own tables those are trained that `args` say; the target's never are
+        for table, is_trained in ((model.embed_tokens, args.train_embeddings), (model.lm_head, args.train_head)):
+            if table is not None:
+                table.requires_grad_(is_trained)
         if args.packing and hasattr(train_dataset, "__len__") and not isinstance(train_dataset, PackedExamples):
             train_dataset = PackedExamples(train_dataset, args.max_length)
         for dataset in (train_dataset, eval_dataset):
@@ -98,10 +101,10 @@ class Eagle31Trainer(CheckpointingTrainer):
                 )
         if resume_from_checkpoint:
             check_data(resume_from_checkpoint, self.facts.get("data"))
+            was = changed_since(resume_from_checkpoint, self.learnt_by())
+            if was:
+                logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", was)
         self._figures, self.saved_step = TrainingFigures(self.args.device), None
-        changes = changed_since(resume_from_checkpoint, self.learnt_by()) if resume_from_checkpoint else ""
-        if changes:
-            logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", changes)
         try:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
@@ -168,7 +171,7 @@ class Eagle31Trainer(CheckpointingTrainer):
             states = self.reader.read(inputs["input_ids"], inputs["documents"])
         batch, num_broken = Batch(*tokens, *states, inputs.get("skips")).without_broken()
         if self.model.training:  # held-out texts are read at every evaluation
-            self._figures.add_broken(num_broken)
+            self._figures.num_broken += num_broken
         return batch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -195,12 +198,8 @@ class Eagle31Trainer(CheckpointingTrainer):
                 " packed: each is evaluated by itself."
             )
         share = share_of(examples, self.args.process_index, self.args.world_size)
-        return DataLoader(
-            share,
-            self.args.eval_batch_size,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-        )
+        workers = self.args.dataloader_num_workers
+        return DataLoader(share, self.args.eval_batch_size, collate_fn=self.data_collator, num_workers=workers)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return self.get_eval_dataloader(test_dataset)
@@ -257,18 +256,16 @@ def as_trained(
     """Returns a batch as it is trained on. `all_tokens`: all but those of images are marked as answers; `reach`: the
     farthest position that skipped positions spread a text to, 0 for none. Raises ValueError for a collator's batch that
     lacks a column."""
-    check_columns(batch)
+    missing = [name for name in COLUMNS if name not in batch]
+    if missing:
+        raise ValueError(
+            f"a batch has {', '.join(sorted(batch)) or 'nothing'}, and no {', '.join(missing)}; expected a"
+            f" data_collator that gives {', '.join(COLUMNS)}, as eagle31_hf.training.packing.Collator does."
+        )
     if all_tokens:
         ids = batch["input_ids"]
         batch = batch | {"answers": (batch["documents"] > 0) & ~torch.isin(ids, image_ids.to(ids.device))}
     return batch | {"skips": position_skips(batch["documents"], reach, draws)} if reach else batch
-
-
-def freeze(drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments) -> None:
-    """Sets which of the drafter's own tables are trained, as `args` say. The target's never are."""
-    for module, is_trained in ((drafter.embed_tokens, args.train_embeddings), (drafter.lm_head, args.train_head)):
-        if module is not None:
-            module.requires_grad_(is_trained)
 
 
 def check_examples(dataset: Any, vocab_size: int) -> None:
