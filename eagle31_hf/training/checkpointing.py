@@ -15,7 +15,7 @@ from ..modeling import Eagle31DrafterModel
 from . import saving
 from .arguments import Eagle31TrainingArguments
 from .documents import reach_within
-from .optimizer import MUON, check_same, optimizer_names, with_muon
+from .optimizer import MUON, check_same, with_muon
 
 logger = logging.get_logger(__name__)
 
@@ -46,7 +46,8 @@ class CheckpointingTrainer(Trainer):
         given = None if self.optimizer is None else type(self.optimizer)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else given
         self.has_muon = given is None and self.args.matrix_learning_rate is not None
-        self.optimizer_names = optimizer_names(self.args, given)
+        rest = given.__name__ if given else str(getattr(self.args.optim, "value", self.args.optim))
+        self.optimizer_names = {"matrices": MUON if self.has_muon else rest, "rest": rest}
 
     @property
     def objective(self) -> Any:

@@ -135,13 +135,6 @@ def check_same(checkpoint: str | Path, names: dict[str, str]) -> None:
         )
 
 
-def optimizer_names(args: Eagle31TrainingArguments, given: type | None) -> dict[str, str]:
-    """Returns what trains the matrices and the rest, as `training.json` keeps it. `given`: the kind of the caller's
-    optimizer, which trains everything."""
-    rest = given.__name__ if given else str(getattr(args.optim, "value", args.optim))
-    return {"matrices": rest if given or args.matrix_learning_rate is None else MUON, "rest": rest}
-
-
 def with_muon(
     make_rest: Callable[[], Optimizer], drafter: Eagle31DrafterModel, args: Eagle31TrainingArguments, flattens: bool
 ) -> JoinedOptimizer:

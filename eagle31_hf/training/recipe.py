@@ -81,8 +81,7 @@ class ExampleReader:
         of another tokenizer.
         """
         examples, facts = self.read(source, "data")
-        layer_ids = examples.manifest.layer_ids if isinstance(examples, HiddenStateStore) else None
-        layer_ids = layer_ids if self.states_by is None else self.states_by.layer_ids
+        layer_ids = examples.manifest.layer_ids if self.states_by is None else self.states_by.layer_ids
         most = 0 if eval_source else min(num_held_out, len(examples) // 10)
         chosen = drawn_chats(examples, most, self.options.seed)
         facts |= _held_out(sorted(chosen))
@@ -96,7 +95,7 @@ class ExampleReader:
     def _with_states(self, examples: Any) -> Any:
         return examples if self.states_by is None else StreamedStates(examples, self.states_by)
 
-    def read(self, source: str | None, name: str) -> tuple[Any, dict[str, Any]]:
+    def read(self, source: str | None, name: str) -> tuple[HiddenStateStore, dict[str, Any]]:
         """Returns the examples of a source, and its facts; regenerated ones go into the subfolder `name`."""
         options = self.options
         if name == EVAL_DATA:  # all that the caller names, and no more
