@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     if checkpoint is not None:
         once(lambda: check_data(checkpoint, asked_data(args.data, args.eval_data, options)))
     # what answers, or is calibrated on, runs in each process by itself
-    in_parts = settings.shard_target and settings.world_size > 1 and not (options.regenerate or args.upgrade)
+    in_parts = settings.shard_target and not (options.regenerate or args.upgrade)
     target, states_by = (stored, None) if stored else target_for(args, options, checkpoint is None, in_parts)
     if states_by is not None and args.upgrade:
         raise ValueError("--upgrade runs the target here, and an engine runs it; expected one of the two.")

@@ -201,19 +201,16 @@ def walk(hits: Tensor, stops: bool = True) -> Tensor:
     `hits` (K, L - 1) bool: the draft of depth k in a chain that begins at token i is token i + 1 + k. `stops`: the last
     token ends the text, rather than a limit of length. Entries past the end of the answer are not looked at.
     """
-    depth, left = hits.shape[0], hits.shape[1]
+    depth, left = hits.shape
     leading = hits.int().cumprod(dim=0).sum(dim=0).tolist()  # hits before the first miss
-    rounds = at = 0
-    accepted_per_position = [0] * depth
+    at, accepted = 0, list[int]()  # of each round
     while at < left:
         remaining = left - at
         # A limit of length leaves room for the bonus token; an end of the text may itself be a draft.
-        accepted = min(leading[at], remaining if stops else remaining - 1)
-        rounds += 1
-        for position in range(accepted):
-            accepted_per_position[position] += 1
-        at += min(accepted + 1, remaining)
-    return torch.tensor([rounds, at, *accepted_per_position], dtype=torch.float64)
+        accepted.append(min(leading[at], remaining if stops else remaining - 1))
+        at += min(accepted[-1] + 1, remaining)
+    per_position = [sum(count > k for count in accepted) for k in range(depth)]
+    return torch.tensor([len(accepted), at, *per_position], dtype=torch.float64)
 
 
 def walk_metrics(counts: Tensor) -> dict[str, float]:
