@@ -45,7 +45,16 @@ def new_drafter(
     if head not in HEADS:
         raise ValueError(f"head is {head!r}; expected one of {', '.join(HEADS)}.")
     target = ends_of(target)
-    values = drafter_fields(target.config.get_text_config(decoder=True)) | {
+    text_config = target.config.get_text_config(decoder=True)
+    values = {name: of_first_layer(text_config, name) for name in SAME}
+    values |= {name: getattr(text_config, name, None) for name in SPECIAL_IDS}
+    rope = getattr(text_config, "rope_parameters", None)
+    if rope and "rope_type" not in rope:  # each type of layer has its own
+        rope = rope.get("full_attention") or next(iter(rope.values()))
+    values = {name: value for name, value in values.items() if value is not None} | {
+        "hidden_size": text_config.hidden_size,
+        "aux_hidden_state_layer_ids": layer_ids_for(text_config),
+        "rope_parameters": dict(rope) if rope else None,
         "vocab_size": shape_of(target.get_input_embeddings())[0],
         "draft_vocab_size": None if draft_ids is None else len(draft_ids),
         "target_model": target.name_or_path or None,
@@ -59,21 +68,6 @@ def new_drafter(
     if head == "target" and drafter.lm_head is not None:
         copy_head(drafter, target)
     return drafter
-
-
-def drafter_fields(config: Any) -> dict[str, Any]:
-    """Returns the fields of an `Eagle31Config` that follow from a target's text config: sizes, rope, layer ids."""
-    values = {name: of_first_layer(config, name) for name in SAME}
-    values |= {name: getattr(config, name, None) for name in SPECIAL_IDS}
-    values = {name: value for name, value in values.items() if value is not None}
-    rope = getattr(config, "rope_parameters", None)
-    if rope and "rope_type" not in rope:  # each type of layer has its own
-        rope = rope.get("full_attention") or next(iter(rope.values()))
-    return values | {
-        "hidden_size": config.hidden_size,
-        "aux_hidden_state_layer_ids": layer_ids_for(config),
-        "rope_parameters": dict(rope) if rope else None,
-    }
 
 
 def layer_ids_for(config: Any) -> list[int]:
