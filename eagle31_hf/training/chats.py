@@ -2,22 +2,21 @@
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..chat_template import as_read
-from .alike_texts import AlikeTexts
+from .alike_texts import AlikeTexts, num_alike
 from .images import NO_PIXELS, ImageRenderer, Pixels
 from .kinds import Chat, Tokens, check_ids, parse_record, text_of
 from .loss_mask import loss_mask
 from .preparation_options import LEAST_TEXT, PreparationOptions
 from .records import Record
-from .said import OTHERWISE, said_after
 from .skipped import Skipped, refused_by
 
 RENDERINGS = {  # of a chat: with the template or not, with BOS or not
@@ -29,6 +28,7 @@ RENDERINGS = {  # of a chat: with the template or not, with BOS or not
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # the fields of which an assistant's message has at least one
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+OTHERWISE = "template refused it: it renders a prompt otherwise once it is answered"
 
 
 @dataclass
@@ -53,15 +53,23 @@ class ExampleMaker:
         `index`: the record's place in the data, which decides about its augmentation. Raises Skipped for a record that
         gives no example, ValueError for what is wrong with more than the record.
         """
-        texts = self._texts(parse_record(record, no_images=self.images.why_not), index)
+        parsed, most = parse_record(record, no_images=self.images.why_not), self.options.max_length
+        if isinstance(parsed, Tokens):
+            texts = [parsed]
+        else:
+            texts = self._chat(parsed, index) if isinstance(parsed, Chat) else self._pieces(parsed)
         for text in texts:
             check_ids(text.input_ids, self.vocab_size)
             if self.learns_all:
                 text.answers = torch.ones_like(text.answers)
-            text.answers = text.answers & ~self._of_images(text)
+            of_images = torch.isin(text.input_ids, self.images.ids)
+            if bool(of_images.any()) != (text.pixels is not None):
+                raise Skipped(NO_PIXELS if text.pixels is None else "images without tokens of their own")
+            if of_images[most:].any():
+                raise Skipped("over-long prompt", f"an image ends after {most} tokens, max_length.")
+            text.answers = text.answers & ~of_images
         # An example has a loss only where two tokens of an answer follow each other: the target gives the first itself,
         # and the drafter drafts from the second on.
-        most = self.options.max_length
         examples = [
             {"input_ids": text.input_ids[:most].clone(), "answers": text.answers[:most].clone()}
             | ({} if text.pixels is None else {"pixels": text.pixels})
@@ -73,21 +81,6 @@ class ExampleMaker:
             is_silent = not any(text.answers.any() for text in texts)
             raise Skipped("no answer" if is_silent else "over-long prompt" if is_long else "too short")
         return kept
-
-    def _of_images(self, text: Tokens) -> Tensor:
-        """Returns which tokens stand for images (T,). Raises Skipped where they are there without pixels, or the other
-        way round, and where an image lies beyond the most tokens of an example."""
-        found = torch.isin(text.input_ids, self.images.ids)
-        if bool(found.any()) != (text.pixels is not None):
-            raise Skipped(NO_PIXELS if text.pixels is None else "images without tokens of their own")
-        if found[self.options.max_length :].any():
-            raise Skipped("over-long prompt", f"an image ends after {self.options.max_length} tokens, max_length.")
-        return found
-
-    def _texts(self, parsed: Chat | str | Tokens, index: int) -> list[Tokens]:
-        if isinstance(parsed, Chat):
-            return self._chat(parsed, index)
-        return self._pieces(parsed) if isinstance(parsed, str) else [parsed]
 
     def _pieces(self, text: str) -> list[Tokens]:
         with refused_by("tokenizer"):
@@ -102,17 +95,14 @@ class ExampleMaker:
             raise Skipped("no answer")
         if chat.images:
             return self._by_prefixes(self.images.opened(chat))
-        has_template, has_bos = RENDERINGS[self._rendering(index)]
+        draw = random.Random(f"{self.options.seed}/{index}")
+        regular, *others = RENDERINGS.values()
+        has_template, has_bos = draw.choice(others) if draw.random() < self.options.template_augmentation else regular
         texts = self._templated(chat) if has_template else [self._bare(chat)]
         bos = self.tokenizer.bos_token_id
         if has_bos:
             return texts
         return [Tokens(t.input_ids[1:], t.answers[1:]) if t.input_ids[:1].tolist() == [bos] else t for t in texts]
-
-    def _rendering(self, index: int) -> str:
-        draw = random.Random(f"{self.options.seed}/{index}")
-        regular, *others = RENDERINGS
-        return draw.choice(others) if draw.random() < self.options.template_augmentation else regular
 
     def _bare(self, chat: Chat) -> Tokens:
         """Renders contents alone, a line each; the line break after an answer is not part of it."""
@@ -209,7 +199,7 @@ class ExampleMaker:
         if ids[:begin] != prompt:
             begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
             if not chat.images:
-                said = said_after(
+                said = _said_after(
                     lambda said, asks: self._render(Chat(said, chat.tools), tokenize=False, add_generation_prompt=asks),
                     chat.messages[: number + 1],
                 )
@@ -230,6 +220,34 @@ class ExampleMaker:
         if any(token not in self.stop_ids for token in ids[begin:end]):
             answers[begin:end] = [True] * (end - begin)
         return end
+
+
+def _said_after(render: Callable[[list[dict[str, Any]], bool], str], messages: list[dict[str, Any]]) -> str | None:
+    """Returns what the last of messages adds to the prompt of those before it. `render`: renders messages, with what
+    asks for an answer or without.
+
+    Templates render a message otherwise where it is the last, and leave out what a prompt ends with (a thought begun,
+    or an empty one): None for the latter, where what differs is said. Raises Skipped where nothing tells what is said.
+    """
+    asked = messages[:-1]
+    prompt, answered = render(asked, True), render(messages, False)
+    begin = num_alike(prompt, answered)
+    if begin == len(prompt):
+        return answered[begin:]
+    header = len(render(asked, False))  # where that of the answer begins; it is empty where templates have none
+    words = num_alike(prompt, render([*asked[:-1], asked[-1] | {"content": "\0"}], True))
+    # What is said comes after the prompt from its last words on, or after the header of the answer alone.
+    for start in (words, max(begin, header)):
+        sign = prompt[start:]
+        mark = sign.strip()
+        if mark and start >= begin:
+            count = prompt[begin:].count(mark)  # earlier messages may be alike
+            before, *others = answered[begin:].split(mark, count)
+            if len(others) == count and (begin < header or not before.strip()):
+                return others[-1].removeprefix(sign[len(sign.rstrip()) :])
+    if begin < header and (header < len(prompt) or words >= begin):
+        raise Skipped(OTHERWISE)
+    return None
 
 
 def _tokens(ids: list[int], answers: list[bool], pixels: Pixels | None = None) -> Tokens:
