@@ -62,8 +62,6 @@ ROLES = {
     "human": "user",
     "observation": "tool",
 }
-MARKS: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(("answers", "loss_mask", "assistant_masks"), Tensor.bool)
-ANSWER_COLUMNS = MARKS | {"labels": lambda labels: labels != -100}  # a column -> which tokens belong to answers
 
 
 def tokens_of(record: Record) -> Tokens:
@@ -76,16 +74,13 @@ def tokens_of(record: Record) -> Tokens:
             "input_ids without answers",
             f"a row has {names}; expected input_ids and one of {', '.join(ANSWER_COLUMNS)}.",
         )
-    ids, marks = (
-        _whole_numbers(record, "input_ids"),
-        (_zeros_and_ones if column in MARKS else _whole_numbers)(record, column),
-    )
-    if ids.dim() != 1 or ids.shape != marks.shape:
+    ids, answers = _whole_numbers(record, "input_ids"), ANSWER_COLUMNS[column](record, column)
+    if ids.dim() != 1 or ids.shape != answers.shape:
         raise Skipped(
             "input_ids and answers differ in number",
-            f"input_ids are {tuple(ids.shape)} and {column} {tuple(marks.shape)}; expected one mark for each id.",
+            f"input_ids are {tuple(ids.shape)} and {column} {tuple(answers.shape)}; expected one mark for each id.",
         )
-    return Tokens(ids, ANSWER_COLUMNS[column](marks))
+    return Tokens(ids, answers)
 
 
 def _whole_numbers(record: Record, column: str) -> Tensor:
@@ -102,14 +97,14 @@ def _whole_numbers(record: Record, column: str) -> Tensor:
 
 
 def _zeros_and_ones(record: Record, column: str) -> Tensor:
-    """Returns a column of marks, bool or 0 and 1. Raises Skipped for others."""
+    """Returns a column of marks, bool or 0 and 1, as bool. Raises Skipped for others."""
     marks = _tensor(record[column])
     if marks is None or not ((marks == 0) | (marks == 1)).all():
         raise Skipped(
             f"{column} are not 0 or 1",
             f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
         )
-    return marks
+    return marks.bool()
 
 
 def _tensor(values: Any) -> Tensor | None:
@@ -118,6 +113,12 @@ def _tensor(values: Any) -> Tensor | None:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+ANSWER_COLUMNS: dict[str, Callable[[Record, str], Tensor]] = {  # a column -> reads which tokens belong to answers
+    **dict.fromkeys(("answers", "loss_mask", "assistant_masks"), _zeros_and_ones),
+    "labels": lambda record, column: _whole_numbers(record, column) != -100,
+}
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
@@ -149,26 +150,24 @@ def check_text(parsed: Any) -> None:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    """Returns a message as templates take it, from one with role and content, or with from and value (ShareGPT's)."""
+    """Returns a message as templates take it, from one with role and content, or with from and value (ShareGPT's): its
+    fields that are None dropped, the parts of its content in one form, images as `Picture`s. Raises Skipped for other
+    types."""
     is_native = isinstance(turn, Mapping) and turn.get("role") is not None
     if not is_native and not (isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()):
         expected = "expected an object with role and content, or from and value"
         raise Skipped("a message without role and content", f"a message is {SHORT.repr(turn)}; {expected}.")
-    # Columns of a dataset hold None where a message lacks a field; a template would take that for a value.
     if is_native:
-        return _sound({name: value for name, value in turn.items() if value is not None})
-    speaker = _string(turn["from"], "from").lower()
-    if speaker not in ROLES:
-        raise Skipped(
-            "a message from nobody known",
-            f"a message is from {SHORT.repr(turn['from'])}; expected one of {', '.join(ROLES)}.",
-        )
-    return _sound({"role": ROLES[speaker], "content": "" if turn["value"] is None else turn["value"]})
-
-
-def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Checks the types of a message's fields, and returns it with the parts of its content in one form: fields that are
-    None dropped, images as `Picture`s. Raises Skipped for other types."""
+        # Columns of a dataset hold None where a message lacks a field; a template would take that for a value.
+        message = {name: value for name, value in turn.items() if value is not None}
+    else:
+        speaker = _string(turn["from"], "from").lower()
+        if speaker not in ROLES:
+            raise Skipped(
+                "a message from nobody known",
+                f"a message is from {SHORT.repr(turn['from'])}; expected one of {', '.join(ROLES)}.",
+            )
+        message = {"role": ROLES[speaker], "content": "" if turn["value"] is None else turn["value"]}
     _string(message["role"], "role")
     for name in ("reasoning_content", "reasoning", "thinking"):
         _string(message.get(name, ""), name)
@@ -218,14 +217,24 @@ def _picture(source: Any) -> Picture:
 
 
 def _chat(record: Record, turns: Any, name: str) -> Chat:
-    """Makes a chat of messages, after the system prompt that a column beside them may have."""
+    """Makes a chat of messages, after the system prompt that a column beside them may have, with the tools of
+    another, which may be JSON."""
     if not isinstance(turns, list | tuple):
         raise Skipped(f"{name} is no list", f"{name} is {SHORT.repr(turns)}; expected a list of messages.")
     messages = [_message(turn) for turn in turns]
     systems = [text for text in map(record.get, SYSTEM_COLUMNS) if isinstance(text, str) and text.strip()]
     if systems and messages and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": systems[0]})
-    return Chat(messages, _tools(record.get("tools")))
+    tools = given = record.get("tools")
+    if isinstance(given, str) and given.strip():
+        with suppress(ValueError, RecursionError):  # else it is still a string, which is refused
+            tools = json.loads(given)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise Skipped(
+            "tools are no list of objects",
+            f"tools are {SHORT.repr(given)}; expected a list of objects, or that as JSON.",
+        )
+    return Chat(messages, tools or None)
 
 
 def images_beside(record: Record) -> list[Any]:
@@ -262,19 +271,6 @@ def _with_places(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": parts}
 
 
-def _tools(tools: Any) -> list[Any] | None:
-    found = tools
-    if isinstance(tools, str) and tools.strip():
-        with suppress(ValueError, RecursionError):  # else it is still a string, which is refused
-            found = json.loads(tools)
-    if found and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
-        raise Skipped(
-            "tools are no list of objects",
-            f"tools are {SHORT.repr(tools)}; expected a list of objects, or that as JSON.",
-        )
-    return found or None
-
-
 def is_filled(value: Any) -> bool:
     """Returns whether a column holds anything: neither None nor an empty text or list."""
     return value is not None and not (isinstance(value, str | list | tuple) and not value)
@@ -303,12 +299,6 @@ def pair_of(record: Record) -> tuple[str, str] | None:
     there = [pair for pair in PAIRS if all(record.get(name) is not None for name in pair)]
     filled = [pair for pair in there if all(is_filled(record[name]) for name in pair)]
     return next(iter(filled or there), None)
-
-
-def _answered(record: Record, asked: str, answer: str) -> Chat:
-    side = record[answer]
-    said = side if isinstance(side, list | tuple) else [{"role": "assistant", "content": _string(side, answer)}]
-    return _chat(record, [*question_of(record, asked), *said], asked)
 
 
 # Columns of a question and its answer, as published sets name them. A `prompt` may be all of a formatted text, and an
@@ -356,7 +346,11 @@ def _parsed(record: Record, others: Iterable[str]) -> Chat | str | Tokens:
         name = (filled or there)[0]
         return KINDS[name](record)
     if pair is not None:
-        return _answered(record, *pair)
+        asked, answer = pair
+        said = record[answer]
+        if not isinstance(said, list | tuple):
+            said = [{"role": "assistant", "content": _string(said, answer)}]
+        return _chat(record, [*question_of(record, asked), *said], asked)
     if record.get("text") is not None:
         return _string(record["text"], "text")
     found = sorted(name for name, value in record.items() if value is not None)
