@@ -47,7 +47,6 @@ from .store import (
 MOST_REASONS = 5  # in an error
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
 QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container: microseconds of all cores in a period, and the period
-Refusals = list[tuple[int, Skipped]]
 _builder: ShardBuilder  # of a process that makes shards, and the folder they go to
 _folder: str | Path
 
@@ -94,13 +93,19 @@ def prepare_data(
     skips = Skips(records.where, progress)
     tell = progress or (lambda line: None)
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
-    is_complete = (Path(output) / MANIFEST).is_file() and not _missing(output, part)
+    is_complete = (Path(output) / MANIFEST).is_file() and not missing_shards(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
     missing = of_all(partial(_opened, builder, output, builder.manifest(source), part))
     _make_shards(builder, output, missing, tell, is_writer)
     prepared = of_all(lambda: _summary(output))
     if prepared.shards == prepared.num_shards and not prepared.rows:
-        raise _no_examples(source, records, skips, prepared.skipped)
+        most = Counter(prepared.skipped).most_common(MOST_REASONS)
+        reasons = ", ".join(f"{count:,}: {reason}" for reason, count in most)
+        first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
+        raise ValueError(
+            f"{source or 'self-prompts'}: none of its {len(records):,} records makes a row ({reasons}); expected some"
+            " with answers." + (f" The first:{first}" if first else "")
+        )
     return prepared
 
 
@@ -145,21 +150,7 @@ def _opened(builder: ShardBuilder, output: str | Path, manifest: Manifest, part:
     open_store(output, manifest, builder.earlier)
     if builder.reader is not None and part[0] == 0:
         save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
-    return _missing(output, part)
-
-
-def _no_examples(source: str | None, records: Records, skips: Skips, counts: dict[str, int]) -> ValueError:
-    reasons = ", ".join(f"{count:,}: {reason}" for reason, count in Counter(counts).most_common(MOST_REASONS))
-    first = "".join(f" {number}) {text}" for number, text in enumerate(skips.first, 1))
-    return ValueError(
-        f"{source or 'self-prompts'}: none of its {len(records):,} records makes a row ({reasons}); expected some with"
-        " answers." + (f" The first:{first}" if first else "")
-    )
-
-
-def _missing(output: str | Path, part: tuple[int, int]) -> list[int]:
-    """Returns the shards of the part that are not there."""
-    return [index for index in missing_shards(output) if index % part[1] == part[0]]
+    return missing_shards(output, part)
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool) -> None:
@@ -261,7 +252,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _make(index: int) -> tuple[int, int, Refusals]:
+def _make(index: int) -> tuple[int, int, list[tuple[int, Skipped]]]:
     """Makes and writes a shard; returns the numbers of its examples and tokens, and the first few records of each
     reason that gave none."""
     skips = _builder.skips

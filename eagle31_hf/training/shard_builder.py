@@ -75,16 +75,14 @@ class ShardBuilder:
         self.reader: TargetReader | EngineStates | None = None
         if options.states:
             self.reader = self.states_by or TargetReader(self.target, options.layer_ids, reads_alike=True)
-        why_not = _why_no_images(self.target, options, self.reader)
-        images = images_of(self.target, self.processor, options.template, why_not)
+        images = images_of(self.target, self.processor, options.template, _why_no_images(self))
         self.maker = ExampleMaker(self.tokenizer, options, vocab_size, stops, images)
-        self.generator = self._answer_source() if options.regenerate else None
-
-    def _answer_source(self) -> AnswerSource:
-        if self.options.engine is None:
-            return AnswerGenerator(self.target, self.tokenizer, self.options)
-        engine = Servers(self.options.engine, self.target.name_or_path, self.tell)
-        return EngineAnswers(self.target, self.tokenizer, self.options, engine, self.maker.vocab_size)
+        self.generator: AnswerSource | None = None
+        if options.regenerate and options.engine is None:
+            self.generator = AnswerGenerator(self.target, self.tokenizer, options)
+        elif options.regenerate:
+            engine = Servers(options.engine, self.target.name_or_path, self.tell)
+            self.generator = EngineAnswers(self.target, self.tokenizer, options, engine, vocab_size)
 
     def meet_engine(self, complete: Manifest | None) -> None:
         """Checks on the first prompts that the engine answers as the target does; does nothing without an engine.
@@ -96,21 +94,19 @@ class ShardBuilder:
             return
         if complete is not None:
             self.generator.recall(complete.source.get("engine", {}))
-        else:
-            self.generator.meet(self._first_prompts(self.generator), self.tell)
-
-    def _first_prompts(self, source: AnswerSource) -> list[Tensor]:
+            return
         prompts, silent = list[Tensor](), Skips(self.records.where)
         for _, made in each_record(self.records, range(len(self.records)), self._unanswered, silent):
             for each in made:
                 asks = Chat([{"role": "user", "content": A_QUESTION}]) if isinstance(each, SelfPrompt) else each
-                prompts += first_prompt(source, asks)
+                prompts += first_prompt(self.generator, asks)
             if len(prompts) >= PROBES:
                 break
-        return prompts[:PROBES]
+        self.generator.meet(prompts[:PROBES], self.tell)
 
     def build(self, index: int) -> tuple[list[Columns], Counter[str]]:
-        """Returns the examples of a shard, and by reason how many of its records gave none."""
+        """Returns the examples of a shard, and by reason how many of its records gave none. Of the target's states,
+        those of `batch_size` examples of like length are read together; servers are asked for all at once."""
         size = self.options.records_per_shard or RECORDS_PER_SHARD
         numbers = range(index * size, min((index + 1) * size, len(self.records)))
         if self.generator is None:
@@ -120,11 +116,30 @@ class ShardBuilder:
             with seeded(seed_of(self.options.seed, index)):
                 examples = self._regenerated(self.generator, numbers)
         if self.reader is not None:
-            self._add_states(self.reader, examples)
+            bare = [example for example in examples if "states" not in example]
+            order = sorted(bare, key=lambda example: -len(example["input_ids"]))
+            at_once = self.options.batch_size if isinstance(self.reader, TargetReader) else max(1, len(order))
+            for start in range(0, len(order), at_once):
+                batch = order[start : start + at_once]
+                states = self.reader.of_texts([example["input_ids"] for example in batch])
+                for example, (aux, last) in zip(batch, states, strict=True):
+                    example |= {"states": aux, "last_states": last}
         return examples, self.skips.taken()
 
     def _examples(self, record: Record, number: int) -> list[Columns]:
-        return _with_images_read(self.reader, self.maker.examples(record, number))
+        """Returns a record's examples, with the target's states in place of their pixels, at once, so that only one
+        record's pixels are in memory."""
+        examples = self.maker.examples(record, number)
+        for example in examples:
+            pixels = example.pop("pixels", None)
+            if pixels is not None:
+                assert isinstance(self.reader, TargetReader)
+                with refused_by("target", (ValueError, RuntimeError)):
+                    try:
+                        example["states"], example["last_states"] = self.reader.of_images(example["input_ids"], pixels)
+                    except torch.OutOfMemoryError as error:  # which is nothing of this record's
+                        raise MemoryError(str(error)) from None
+        return examples
 
     @property
     def needs_target(self) -> bool:
@@ -160,7 +175,8 @@ class ShardBuilder:
         if isinstance(parsed, Chat):
             return [parsed]
         examples = self.maker.examples(record, number)
-        return [Beginning(example["input_ids"][: _end_of_prompt(example)]) for example in examples]
+        ends = [int(example["answers"].int().argmax()) or len(example["answers"]) // 2 for example in examples]
+        return [Beginning(example["input_ids"][:end]) for example, end in zip(examples, ends, strict=True)]
 
     def _self_prompt(self, record: SelfPrompt) -> SelfPrompt | Beginning:
         """Returns a chat that the target is to write, or, where there is no chat template, the beginning of a text. A
@@ -185,18 +201,6 @@ class ShardBuilder:
         except Skipped:
             return False
         return True
-
-    def _add_states(self, reader: TargetReader | EngineStates, examples: list[Columns]) -> None:
-        """Adds the target's states to the examples without any: `batch_size` of like length are read together, servers
-        are asked for all of them at once."""
-        bare = [example for example in examples if "states" not in example]
-        order = sorted(bare, key=lambda example: -len(example["input_ids"]))
-        size = self.options.batch_size if isinstance(reader, TargetReader) else max(1, len(order))
-        for start in range(0, len(order), size):
-            batch = order[start : start + size]
-            states = reader.of_texts([example["input_ids"] for example in batch])
-            for example, (aux, last) in zip(batch, states, strict=True):
-                example |= {"states": aux, "last_states": last}
 
     def manifest(self, source: str | None) -> Manifest:
         """Returns the manifest of the store."""
@@ -255,33 +259,12 @@ class ShardBuilder:
         return {"source.generation_config": digest(self.target.generation_config.to_json_string(use_diff=False))}
 
 
-def _end_of_prompt(example: Columns) -> int:
-    return int(example["answers"].int().argmax()) or len(example["answers"]) // 2
-
-
-def _why_no_images(
-    target: PreTrainedModel, options: PreparationOptions, reader: TargetReader | EngineStates | None
-) -> str | None:
+def _why_no_images(builder: ShardBuilder) -> str | None:
     """Returns why chats with images are left out, None where the target reads their pixels."""
-    if not isinstance(reader, TargetReader):
+    if not isinstance(builder.reader, TargetReader):
         return f"{ONLY_TEXT} These are read by prepare-data --states, without an engine; train on the store it makes."
-    if options.regenerate:
+    if builder.options.regenerate:
         return f"{ONLY_TEXT} The target is asked for answers without these; expected data whose answers stay."
-    if is_spread(target):
+    if is_spread(builder.target):
         return f"{ONLY_TEXT} They are read by one process; expected a target that is whole in every process."
     return None
-
-
-def _with_images_read(reader: TargetReader | EngineStates | None, examples: list[dict[str, Any]]) -> list[Columns]:
-    """Replaces the pixels in a record's examples by the target's states, at once, so that only one record's pixels are
-    in memory. Returns the examples."""
-    for example in examples:
-        pixels = example.pop("pixels", None)
-        if pixels is not None:
-            assert isinstance(reader, TargetReader)
-            with refused_by("target", (ValueError, RuntimeError)):
-                try:
-                    example["states"], example["last_states"] = reader.of_images(example["input_ids"], pixels)
-                except torch.OutOfMemoryError as error:  # which is nothing of this record's
-                    raise MemoryError(str(error)) from None
-    return examples

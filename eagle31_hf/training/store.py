@@ -157,8 +157,10 @@ def shard_path(folder: str | Path, index: int) -> Path:
     return Path(folder, f"shard-{index:05d}.safetensors")
 
 
-def missing_shards(folder: str | Path) -> list[int]:
-    return [index for index in range(read_manifest(folder).num_shards) if not shard_path(folder, index).is_file()]
+def missing_shards(folder: str | Path, part: tuple[int, int] = (0, 1)) -> list[int]:
+    """Returns the shards that are not there, of those whose number is part[0] modulo part[1]."""
+    numbers = range(part[0], read_manifest(folder).num_shards, part[1])
+    return [index for index in numbers if not shard_path(folder, index).is_file()]
 
 
 def write_shard(
@@ -266,7 +268,12 @@ class HiddenStateStore(Dataset):
             with open_sealed(self._paths[shard], self.verify) as file:
                 self._files[shard] = file
         # A slice is a view of the whole mapped tensor, which is what would be sent between processes.
-        return _decode({name: self._files[shard].get_slice(name)[start:end].clone() for name in names})
+        columns = {name: self._files[shard].get_slice(name)[start:end].clone() for name in names}
+        columns |= {"input_ids": columns["input_ids"].long(), "answers": columns["answers"].bool()}
+        if "scales" in columns:
+            pairs = zip(columns["states"].split(ROWS_AT_ONCE), columns.pop("scales").split(ROWS_AT_ONCE), strict=True)
+            columns["states"] = torch.cat([_unscaled(states, scales) for states, scales in pairs])
+        return columns
 
     def check(self, tokenizer_fingerprint: str) -> None:
         """Raises ValueError where the examples were made with another tokenizer."""
@@ -275,15 +282,6 @@ class HiddenStateStore(Dataset):
                 f"{self.folder}: tokenizer is {self.manifest.tokenizer!r}, expected {tokenizer_fingerprint!r}. Prepare"
                 " the data with what you train with."
             )
-
-
-def _decode(stored: Columns) -> Columns:
-    """Returns an example from its stored columns."""
-    columns = stored | {"input_ids": stored["input_ids"].long(), "answers": stored["answers"].bool()}
-    if "scales" in columns:
-        pairs = zip(columns["states"].split(ROWS_AT_ONCE), columns.pop("scales").split(ROWS_AT_ONCE), strict=True)
-        columns["states"] = torch.cat([_unscaled(states, scales) for states, scales in pairs])
-    return columns
 
 
 def _unscaled(states: Tensor, scales: Tensor) -> Tensor:
