@@ -49,16 +49,13 @@ class AlikeTexts:
         if last < 0:
             return None
         start, index = self._starts[last]
-        end = self._end_ids(text[start:])
-        return None if end[:1] != self._ids[index : index + 1] else self._ids[:index] + end
-
-    def _end_ids(self, text: str) -> list[int]:
-        ids = self._kept.get(text)
+        end = text[start:]
+        ids = self._kept.get(end)
         if ids is None:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(text) <= LONGEST_KEPT and len(self._kept) < MOST_KEPT:
-                self._kept[text] = ids
-        return ids
+            ids = self.tokenizer(end, add_special_tokens=False)["input_ids"]
+            if len(end) <= LONGEST_KEPT and len(self._kept) < MOST_KEPT:
+                self._kept[end] = ids
+        return None if ids[:1] != self._ids[index : index + 1] else self._ids[:index] + ids
 
     def set_reference(self, text: str) -> list[int]:
         """Returns the ids of a text, and compares the next ones with it."""

@@ -1,26 +1,21 @@
-"""Answers of the target to prompts of token ids, token for token as it generates them, and the examples made of them.
-
-B prompts, T tokens.
-"""
+"""Answers of the target to prompts of token ids, token for token as it generates them. B prompts, T tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chat_template import as_read, message_of
 from ..storage.fingerprints import digest
 from ..targets.ends import execution_device
-from .packing import Example
 from .preparation_options import PreparationOptions
 from .skipped import refused_by
 
-LEAST_ANSWER = 2  # tokens: the first is never drafted
 Temperatures = Sequence[float | None]  # of each prompt; 0: greedy, None: as the source samples
-Source = TypeVar("Source", bound="AnswerSource")
 
 
 def seed_of(*numbers: int) -> int:
@@ -46,7 +41,7 @@ def at_temperature(generation: dict[str, Any], temperature: float | None) -> dic
 
 @dataclass
 class AnswerSource:
-    """Gives answers in the target's words, and makes examples of them.
+    """Gives answers in the target's words.
 
     `target`: its generation config says how an answer ends; `ends`: further ids that end one. `options`: how long
     examples and answers may be, and what the target samples by.
@@ -63,10 +58,6 @@ class AnswerSource:
     def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn."""
         raise NotImplementedError
-
-    def ending_at(self: Source, ends: Sequence[int], max_new_tokens: int) -> Source:
-        """Returns a source of the same answers, which end at these ids, too, and after so many tokens."""
-        return replace(self, ends=ends, options=replace(self.options, max_new_tokens=max_new_tokens))
 
     def is_ended(self, answer: Tensor) -> bool:
         """Returns True for an answer (T,) that ends with a token that ends its turn, False for one that was cut."""
@@ -93,24 +84,10 @@ class AnswerSource:
         with refused_by("template"):
             return self.tokenizer.apply_chat_template(messages, **self.options.template | options)
 
-    def fits(self, prompt: Tensor) -> bool:
-        """Returns True where an example has room for the prompt (T,) and the shortest answer to learn from."""
-        return len(prompt) + LEAST_ANSWER <= self.options.max_length
-
-    def example(self, prompt: Tensor, answer: Tensor) -> Example:
-        """Makes an example of a prompt (T,) and its answer, cut to `max_length` tokens."""
-        ids = torch.cat([prompt, answer])[: self.options.max_length]
-        return {"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)}
-
 
 @dataclass
 class AnswerGenerator(AnswerSource):
     """Generates answers with the target, `batch_size` prompts at a time."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        pads = (self.tokenizer.pad_token_id, *self.stops, 0)
-        self.pad = next(token for token in pads if token is not None)
 
     def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
@@ -128,23 +105,22 @@ class AnswerGenerator(AnswerSource):
 
     @torch.no_grad()
     def _batch(self, prompts: list[Tensor], temperature: float | None) -> list[Tensor]:
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.full((len(prompts), max(lengths)), self.pad)
-        mask = torch.zeros_like(ids)
-        for b, prompt in enumerate(prompts):
-            ids[b, -len(prompt) :], mask[b, -len(prompt) :] = prompt, 1
-        device, room = execution_device(self.target), self.options.max_length - min(lengths)
+        pads = (self.tokenizer.pad_token_id, *self.stops, 0)
+        pad = next(token for token in pads if token is not None)
+        ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
+        mask = pad_sequence([torch.ones_like(each) for each in prompts], batch_first=True, padding_side="left")
+        device, room = execution_device(self.target), self.options.max_length - min(map(len, prompts))
         generated = self.target.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=min(self.options.max_new_tokens, room),
-            pad_token_id=self.pad,
+            pad_token_id=pad,
             eos_token_id=self.stops or None,
             return_dict_in_generate=False,
             **at_temperature(self.options.generation, temperature),
         )
         answers = generated[:, ids.shape[1] :].cpu()
         return [
-            self.through_end(answer[: self.options.max_length - length])
-            for answer, length in zip(answers, lengths, strict=True)
+            self.through_end(answer[: self.options.max_length - len(prompt)])
+            for prompt, answer in zip(prompts, answers, strict=True)
         ]

@@ -141,10 +141,7 @@ def base_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-@cache
-def _system_certificates() -> ssl.SSLContext:
-    """Reads the certificates that the system trusts once, for all servers."""
-    return ssl.create_default_context()
+_system_certificates = cache(ssl.create_default_context)  # read once, for all servers
 
 
 class Server:

@@ -122,9 +122,7 @@ class EngineAnswers(AnswerSource):
                 " that runs the target."
             )
         answer = self.through_end(torch.tensor(completion.ids, dtype=torch.long))
-        if completion.finish == "repetition" and request.loop:
-            return answer
-        if len(answer) and int(answer[-1]) in self.stops:
+        if self.is_ended(answer) or (completion.finish == "repetition" and request.loop):
             return answer
         if completion.finish == "stop":
             if completion.ended_by in self.stops and type(completion.ended_by) is int:  # the engine left it out
@@ -175,23 +173,20 @@ class EngineAnswers(AnswerSource):
                 f" {words[0]!r}; expected an engine that runs the target."
             )
 
+    @torch.no_grad()
     def _check_likelihood(self, name: str, requests: list[Request], answers: list[Tensor]) -> None:
         """Compares greedy answers with the target's own probabilities, where its weights are here."""
-        if execution_device(self.target).type == "meta":
+        device = execution_device(self.target)
+        if device.type == "meta":
             return
-        unlikely = sum(self._num_unlikely(request, answer) for request, answer in zip(requests, answers, strict=True))
-        total = sum(map(len, answers))
+        unlikely, total = 0, sum(map(len, answers))
+        for request, answer in zip(requests, answers, strict=True):
+            ids = torch.cat([torch.tensor(request.prompt), answer])[None].to(device)
+            logits = self.target(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
+            chosen = logits.gather(-1, ids[0, len(request.prompt) :, None].to(logits.device))[:, 0]
+            unlikely += int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
         if unlikely > max(1, MOST_UNLIKELY * total):
             raise ValueError(
                 f"{name} gives greedy answers that the target does not: {unlikely} of {total} tokens are unlikely to"
                 " it; expected an engine that runs the target."
             )
-
-    @torch.no_grad()
-    def _num_unlikely(self, request: Request, answer: Tensor) -> int:
-        """Returns how many tokens of a greedy answer (T,) the target finds unlikely."""
-        device = execution_device(self.target)
-        ids = torch.cat([torch.tensor(request.prompt), answer])[None].to(device)
-        logits = self.target(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
-        chosen = logits.gather(-1, ids[0, len(request.prompt) :, None].to(logits.device))[:, 0]
-        return int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())

@@ -63,7 +63,11 @@ class ImageRenderer:
     def opened(self, chat: Chat) -> Chat:
         """Returns a chat with its images opened and all words in parts, as they are served: templates of processors may
         read nothing else. Raises Skipped for an image that cannot be read."""
-        return Chat([_opened(message) for message in chat.messages], chat.tools)
+        messages = list[dict[str, Any]]()
+        for message in map(in_form_of_parts, chat.messages):
+            content = message.get("content")
+            messages.append(message | {"content": [_opened(part) for part in content]} if content else message)
+        return Chat(messages, chat.tools)
 
     def inputs(self, chat: Chat, num_messages: int | None = None, **options: Any) -> tuple[Tensor, Pixels | None]:
         """Returns the ids (T,) of the first messages of an opened chat, by default of all, and their pixels, None where
@@ -86,13 +90,7 @@ def images_of(target: Any, processor: Any, template: Mapping[str, Any], why_not:
     return ImageRenderer(processor, template, image_ids(target.config), why_not)
 
 
-def _opened(message: dict[str, Any]) -> dict[str, Any]:
-    message = in_form_of_parts(message)
-    content = message.get("content")
-    return message | {"content": [_opened_part(part) for part in content]} if content else message
-
-
-def _opened_part(part: dict[str, Any]) -> dict[str, Any]:
+def _opened(part: dict[str, Any]) -> dict[str, Any]:
     if part.get("type") != "image":
         return part
     try:

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .answers import LEAST_ANSWER, AnswerSource
+from .answers import AnswerSource
 from .chats import SAID
 from .kinds import Chat
 from .packing import Example
 from .self_prompts import REPEATING, Ask, Reply, SelfPrompt, Turns, asking, question, repeats_itself
 from .skipped import Skipped
 
-OVER_LONG = "over-long prompt"
-TOO_SHORT = "too short"
-CUT = "turns after an answer that was cut"
+LEAST_ANSWER = 2  # tokens: the first is never drafted
 Refuse = Callable[[int, Skipped | str], None]  # is told the index of what could not go on, and why
 
 
@@ -129,19 +127,21 @@ class _Talk:
         Raises Skipped where there is no room for an answer, and where one is cut that is not the last: a thought or a
         list that is broken off would stand in every later prompt.
         """
-        if not len(prompt) or not self.source.fits(prompt):
-            raise Skipped(OVER_LONG if len(prompt) else "empty prompt")
+        most = self.source.options.max_length
+        if not len(prompt) or len(prompt) + LEAST_ANSWER > most:
+            raise Skipped("over-long prompt" if len(prompt) else "empty prompt")
         answer, is_ended = yield Ask(prompt, temperature)
         if temperature is not None and not is_ended and repeats_itself(answer):
             self.refuse(REPEATING)
         elif len(answer) < LEAST_ANSWER:
-            self.refuse(TOO_SHORT)
+            self.refuse("too short")
         else:
-            self._add(self.source.example(prompt, answer))
+            ids = torch.cat([prompt, answer])[:most]
+            self._add({"input_ids": ids, "answers": torch.arange(len(ids)) >= len(prompt)})
         if is_ended:
             self.said.append(self.source.message(answer))
         elif not is_last:
-            raise Skipped(CUT)
+            raise Skipped("turns after an answer that was cut")
 
     def _add(self, example: Example) -> None:
         """Adds a turn: to the example of the turns before where its prompt begins with that one's tokens, else as an

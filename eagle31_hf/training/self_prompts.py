@@ -3,7 +3,7 @@ goes on from there (Magpie, arXiv 2406.08464). T tokens."""
 
 import random
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,7 @@ NUM_TURNS = (1, 1, 1, 1, 2, 2, 3)
 TEMPERATURES = (0.0, 0.7, 1.0)  # of answers; questions are asked at 1
 # None: as the template has it without a system message.
 SYSTEM_MESSAGES = (
-    None,
-    None,
-    None,
-    None,
+    *(None,) * 4,
     "You are a helpful assistant.",
     "You are a concise assistant. Answer in a few sentences.",
     "You are a patient teacher who explains things step by step.",
@@ -43,18 +40,7 @@ OPENINGS = (
     "Complete this function.\n\n```python\ndef",
     "Write a Python function that",
     "What does this code do?\n\n```",
-    "Who",
-    "When",
-    "Where",
-    "What is",
-    "Why",
-    "How",
-    "How many",
-    "If",
-    "A",
-    "Give me",
-    "Explain",
-    "Write",
+    *("Who", "When", "Where", "What is", "Why", "How", "How many", "If", "A", "Give me", "Explain", "Write"),
 )
 QUOTING = ("\n\n", ":", "```")  # how openings end after which a text is quoted, which may break off anywhere
 LONGEST_PERIOD, LEAST_REPEATED = 64, 48  # tokens: of a pattern that is repeated, and of all its repetitions together
@@ -115,7 +101,8 @@ def asking(source: AnswerSource, texts: set[str]) -> AnswerSource:
     tokenizer = source.tokenizer
     added = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
     firsts = (tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1] for text in texts)
-    return source.ending_at([token for first in firsts for token in first if token in added], _longest(source))
+    ends = [token for first in firsts for token in first if token in added]
+    return replace(source, ends=ends, options=replace(source.options, max_new_tokens=_longest(source)))
 
 
 def _longest(source: AnswerSource) -> int:
@@ -129,14 +116,20 @@ def question(
     with the words of the opening, which may be none. `asked`: the first questions of all chats, without regard to case
     and spaces.
 
-    Raises Skipped for a question that was asked before, has no end, is empty or has special tokens in it, and where
-    there is no room for one.
+    Raises Skipped for a question that was asked before, has no end (unless a text is quoted in it that does not repeat
+    itself), is empty or has special tokens in it, and where there is no room for one.
     """
     prompt, after = _prompt(source, said, opening)
     answer, is_ended = yield Ask(prompt, 1.0, after)
-    words = _question(source, answer, is_ended, after.strip(), opening)
-    if not words:
+    words, end = str(source.tokenizer.decode(answer[:-1] if is_ended else answer)), after.strip()
+    # Where a user's turn has no token that ends it, the target goes on with what begins its own.
+    words, has_end, _ = words.partition(end) if end else (words, "", "")
+    if not (is_ended or has_end or (opening.endswith(QUOTING) and not repeats_itself(answer))):
+        raise Skipped(ENDLESS)
+    words = words.rstrip("\ufffd").rstrip()  # a text that breaks off may do so within a character
+    if not words.strip():  # an opening alone asks nothing
         raise Skipped("an empty question")
+    words = (opening + words).strip()
     if any(token in words for token in source.tokenizer.all_special_tokens):
         raise Skipped("a question with special tokens in it")
     plain = _plain(words)
@@ -160,18 +153,6 @@ def _prompt(source: AnswerSource, said: list[dict[str, Any]], opening: str) -> t
     if not ids or len(ids) + 2 * _longest(source) > source.options.max_length:
         raise Skipped("no room for another question" if ids else "empty prompt")
     return torch.tensor(ids, dtype=torch.long), after
-
-
-def _question(source: AnswerSource, answer: Tensor, is_ended: bool, end: str, opening: str) -> str:
-    """Returns the user's words: an opening and what the target went on with (T,), which may not be nothing. Raises
-    Skipped where they have no end, unless a text is quoted in them that does not repeat itself."""
-    words = str(source.tokenizer.decode(answer[:-1] if is_ended else answer))
-    # Where a user's turn has no token that ends it, the target goes on with what begins its own.
-    words, has_end, _ = words.partition(end) if end else (words, "", "")
-    if not (is_ended or has_end or (opening.endswith(QUOTING) and not repeats_itself(answer))):
-        raise Skipped(ENDLESS)
-    words = words.rstrip("\ufffd").rstrip()  # a text that breaks off may do so within a character
-    return (opening + words).strip() if words.strip() else ""
 
 
 def _plain(text: str) -> str:

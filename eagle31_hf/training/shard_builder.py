@@ -6,6 +6,7 @@ A shard depends on its own records, the options and the target, never on other s
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -71,12 +72,11 @@ class ShardBuilder:
         options = self.options
         self.tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
         vocab_size, _ = shape_of(self.target.get_input_embeddings())
-        stops = {*stop_ids(self.target, self.tokenizer)}
         self.reader: TargetReader | EngineStates | None = None
         if options.states:
             self.reader = self.states_by or TargetReader(self.target, options.layer_ids, reads_alike=True)
         images = images_of(self.target, self.processor, options.template, _why_no_images(self))
-        self.maker = ExampleMaker(self.tokenizer, options, vocab_size, stops, images)
+        self.maker = ExampleMaker(self.tokenizer, options, vocab_size, {*stop_ids(self.target, self.tokenizer)}, images)
         self.generator: AnswerSource | None = None
         if options.regenerate and options.engine is None:
             self.generator = AnswerGenerator(self.target, self.tokenizer, options)
@@ -116,8 +116,8 @@ class ShardBuilder:
             with seeded(seed_of(self.options.seed, index)):
                 examples = self._regenerated(self.generator, numbers)
         if self.reader is not None:
-            bare = [example for example in examples if "states" not in example]
-            order = sorted(bare, key=lambda example: -len(example["input_ids"]))
+            longest_first = sorted(examples, key=lambda example: -len(example["input_ids"]))
+            order = [example for example in longest_first if "states" not in example]
             at_once = self.options.batch_size if isinstance(self.reader, TargetReader) else max(1, len(order))
             for start in range(0, len(order), at_once):
                 batch = order[start : start + at_once]
@@ -152,9 +152,8 @@ class ShardBuilder:
         made = each_record(self.records, numbers, self._unanswered, self.skips)
         chats = [(number, each) for number, of_record in made for each in of_record]
         chats.sort(key=lambda pair: isinstance(pair[1], Beginning))  # examples of chats come first in a shard
-        answered = regenerate(
-            source, [chat for _, chat in chats], lambda i, refusal: self.skips.add(chats[i][0], refusal)
-        )
+        unanswered = [chat for _, chat in chats]
+        answered = regenerate(source, unanswered, lambda i, refusal: self.skips.add(chats[i][0], refusal))
         examples = list[Columns]()
         for (number, _), of_chat in zip(chats, answered, strict=True):
             for example in of_chat:
@@ -196,11 +195,10 @@ class ShardBuilder:
     def _has_system(self) -> bool:
         """True where the template takes a system message."""
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]
-        try:
+        with suppress(Skipped):
             self.generator.rendered(messages, tokenize=False)
-        except Skipped:
-            return False
-        return True
+            return True
+        return False
 
     def manifest(self, source: str | None) -> Manifest:
         """Returns the manifest of the store."""
