@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..targets.ends import ACTIVATION_DTYPES, execution_device
 from ..targets.layers import capture_states, num_layers_of
-from .ends import Scoring, TargetEnds, ends_from_checkpoint
+from .ends import TargetEnds, ends_from_checkpoint
 from .engine_server import Request, Server
 from .engines import GREEDY, UNLIKELY
 from .kinds import Tokens
@@ -44,13 +44,12 @@ class EngineStates:
     norm: nn.Module
     layer_ids: list[int]
 
-    @property
-    def scoring(self) -> Scoring:
-        return self.ends.scoring
-
-    @property
-    def num_layers(self) -> int:
-        return num_layers_of(self.ends.config.get_text_config(decoder=True))
+    def __post_init__(self):
+        self.scoring = self.ends.scoring
+        self.num_layers = num_layers_of(self.ends.config.get_text_config(decoder=True))
+        self.server_layers = [*self.layer_ids, self.num_layers]  # whose states a server gives
+        self.server_options = options_of_server(self.server_layers, "FOLDER")
+        self.probe = _request([token % self.ends.embedding.num_embeddings for token in PROBE])
 
     def of_texts(self, texts: Sequence[Tensor]) -> list[States]:
         """Returns the states of texts (T,), in their order.
@@ -86,21 +85,11 @@ class EngineStates:
             )
         return states, ids
 
-    @property
-    def server_layers(self) -> list[int]:
-        """The layers whose states a server gives, the last one's output included."""
-        return [*self.layer_ids, self.num_layers]
-
-    @property
-    def server_options(self) -> str:
-        """The options with which vLLM's server gives these states."""
-        return options_of_server(self.server_layers, "FOLDER")
-
     def check(self) -> None:
         """Compares, on a short text, what each server says next with what the target's own head makes of its last
         state. Raises ValueError for a server that runs another target, or gives another layer last."""
         for server in self.servers.all:
-            states, ids = self.servers.patiently(partial(self._ask, server), self._probe())
+            states, ids = self.servers.patiently(partial(self._ask, server), self.probe)
             if not states.isfinite().all():
                 raise ValueError(f"{server.url} gives states that are not finite; expected finite ones.")
             said = self.ends.logits(self._entering_head(states[-1:, -1])).softmax(-1)[0]
@@ -115,13 +104,13 @@ class EngineStates:
     def compare(self, target: PreTrainedModel) -> None:
         """Compares the states of a short text with the target's own, where this machine can run it. Raises ValueError
         for those that are nearer to another layer's."""
-        ids = torch.tensor([self._probe().prompt], device=execution_device(target))
+        ids = torch.tensor([self.probe.prompt], device=execution_device(target))
         every = [*range(self.num_layers + 1)]
         with capture_states(target, every) as captured:
             target(input_ids=ids, use_cache=False)
         ours = captured.take()[0].float().cpu().unflatten(-1, (len(every), -1))
         for server in self.servers.all:
-            theirs = self.servers.patiently(partial(self._ask, server), self._probe())[0].float()
+            theirs = self.servers.patiently(partial(self._ask, server), self.probe)[0].float()
             away = (theirs[:, :, None] - ours[:, None]).norm(dim=-1) / ours.norm(dim=-1)[:, None]  # (T, n + 1, L + 1)
             distance, nearest = away.mean(0).min(-1)
             if nearest.tolist() != self.server_layers or distance.max() > MAX_RELATIVE_ERROR:
@@ -130,9 +119,6 @@ class EngineStates:
                     f" off by up to {distance.max():.2g} of their size; expected"
                     f" {self.server_layers}. Start it with{self.server_options}"
                 )
-
-    def _probe(self) -> Request:
-        return _request([token % self.ends.embedding.num_embeddings for token in PROBE])
 
 
 def engine_states(

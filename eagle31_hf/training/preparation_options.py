@@ -86,12 +86,11 @@ class PreparationOptions:
     def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
         """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises
         ValueError for layers that the target does not have."""
+        runs_target = self.states or (self.regenerate and self.engine is None)
+        num_records = self.records_per_shard or (RECORDS_PER_SHARD if runs_target else RECORDS_PER_LARGE_SHARD)
         if not self.states:
-            runs_here = self.regenerate and self.engine is None
-            usual = RECORDS_PER_SHARD if runs_here else RECORDS_PER_LARGE_SHARD
-            return replace(self, records_per_shard=self.records_per_shard or usual)
+            return replace(self, records_per_shard=num_records)
         asked = self.layer_ids or layer_ids_for(target.config.get_text_config(decoder=True))
         layer_ids = Eagle31Config(aux_hidden_state_layer_ids=asked).resolve_layer_ids(len(decoder_layers(target)))
         dtype = self.dtype or str(target.dtype).removeprefix("torch.")
-        num_records = self.records_per_shard or RECORDS_PER_SHARD
         return replace(self, layer_ids=layer_ids, dtype=dtype, records_per_shard=num_records)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
@@ -33,16 +32,7 @@ from .self_prompts import SelfPrompts
 from .servers import Tell
 from .shard_builder import ShardBuilder
 from .skipped import Skipped, Skips
-from .store import (
-    MANIFEST,
-    HiddenStateStore,
-    Manifest,
-    missing_shards,
-    open_store,
-    read_manifest,
-    save_target_parts,
-    write_shard,
-)
+from .store import MANIFEST, HiddenStateStore, missing_shards, open_store, read_manifest, save_target_parts, write_shard
 
 MOST_REASONS = 5  # in an error
 WATCH = 1.0  # seconds between looks at whether the process that asks is still there
@@ -95,8 +85,15 @@ def prepare_data(
     builder = ShardBuilder(target, tokenizer, records, options, skips, tell, states_by)
     is_complete = (Path(output) / MANIFEST).is_file() and not missing_shards(output, part)
     builder.meet_engine(read_manifest(output) if is_complete else None)
-    missing = of_all(partial(_opened, builder, output, builder.manifest(source), part))
-    _make_shards(builder, output, missing, tell, is_writer)
+    manifest = builder.manifest(source)
+
+    def missing() -> list[int]:  # in the store, which is made or found there
+        open_store(output, manifest, builder.earlier)
+        if builder.reader is not None and part[0] == 0:
+            save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
+        return missing_shards(output, part)
+
+    _make_shards(builder, output, of_all(missing), tell, is_writer)
     prepared = of_all(lambda: _summary(output))
     if prepared.shards == prepared.num_shards and not prepared.rows:
         most = Counter(prepared.skipped).most_common(MOST_REASONS)
@@ -143,14 +140,6 @@ def _roles(
             " expected no part."
         )
     return once, PartialState(cpu=execution_device(target).type == "cpu").is_main_process
-
-
-def _opened(builder: ShardBuilder, output: str | Path, manifest: Manifest, part: tuple[int, int]) -> list[int]:
-    """Makes the store's folder, or finds it there; returns the shards of the part that are not."""
-    open_store(output, manifest, builder.earlier)
-    if builder.reader is not None and part[0] == 0:
-        save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
-    return missing_shards(output, part)
 
 
 def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], progress: Tell, is_writer: bool) -> None:

@@ -57,17 +57,16 @@ class Lines(Records):
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             line = file.readline()
+        place, expected = self.where(index), "expected one JSON object a line."
         try:
             value = json.loads(line)
         except UnicodeDecodeError as error:
-            raise Skipped("no UTF-8", f"{error}; expected UTF-8.", self.where(index)) from None
+            raise Skipped("no UTF-8", f"{error}; expected UTF-8.", place) from None
         except RecursionError:
-            raise Skipped(
-                "nested too deep", "is nested too deep; expected one JSON object a line.", self.where(index)
-            ) from None
+            raise Skipped("nested too deep", f"is nested too deep; {expected}", place) from None
         except ValueError as error:
-            raise Skipped("no JSON", f"{error}; expected one JSON object a line.", self.where(index)) from None
-        return _checked(value, self.where(index))
+            raise Skipped("no JSON", f"{error}; {expected}", place) from None
+        return _checked(value, place)
 
 
 class Items(Records):
@@ -251,18 +250,14 @@ def _dataset(source: str, split: str, max_samples: int | None) -> Any:
         if isinstance(saved, dict) and split not in saved:
             raise ValueError(f"{source}: has no split {split!r}; expected one of {', '.join(saved)}.")
         return saved[split] if isinstance(saved, dict) else saved
-    return _of_hub(source, split) if max_samples is None else _streamed(source, split, max_samples)
+    return _of_hub(source, split, max_samples)
 
 
-def _of_hub(source: str, split: str, **options: Any) -> Any:
+@lru_cache(maxsize=4)  # `read_records` and `identity` both ask for it
+def _of_hub(source: str, split: str, max_samples: int | None) -> Any:
     name, _, config = source.partition(":")
-    return _datasets(source).load_dataset(name, config or None, split=split, **options)
-
-
-@lru_cache(maxsize=4)  # `read_records` and `identity` both ask for them
-def _streamed(source: str, split: str, max_samples: int) -> list[Any]:
-    """Returns the first rows of a dataset of the Hub."""
-    return [*_of_hub(source, split, streaming=True).take(max_samples)]
+    found = _datasets(source).load_dataset(name, config or None, split=split, streaming=max_samples is not None)
+    return found if max_samples is None else [*found.take(max_samples)]
 
 
 def _datasets(source: str) -> Any:

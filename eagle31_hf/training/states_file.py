@@ -37,15 +37,11 @@ def read_states(path: Path, ids: list[int], timeout: float) -> Tensor:
     if found != ids:
         raise ValueError(f"{path} has the states of {len(found)} other tokens; expected those of the {len(ids)} sent.")
     try:
-        for each in (path, _lock_of(path)):
+        for each in (path, Path(f"{path}.lock")):
             each.unlink(missing_ok=True)
     except PermissionError as error:
         raise ValueError(f"{path} cannot be removed ({error.strerror}); {MAY}") from None
     return states
-
-
-def _lock_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.lock")
 
 
 def _wait_for(path: Path, timeout: float) -> None:
@@ -57,7 +53,7 @@ def _wait_for(path: Path, timeout: float) -> None:
     while True:
         waited = time.monotonic() - began
         try:
-            with open(_lock_of(path), "rb") as file:
+            with open(f"{path}.lock", "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
         except FileNotFoundError:

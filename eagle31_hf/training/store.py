@@ -298,8 +298,7 @@ def _unscaled(states: Tensor, scales: Tensor) -> Tensor:
 def save_target_parts(folder: str | Path, target: Any, scoring: dict[str, Any]) -> None:
     """Writes what stands in for the target, or for a model of its ends, where only its states are: `parts_of` it, and
     its configs."""
-    parts = parts_of(target)
-    tensors = {name: Entry.of_tensor(weight) for name, weight in parts.items()}
+    tensors = {name: Entry.of_tensor(weight) for name, weight in parts_of(target).items()}
     write_sealed(Path(folder, TARGET_PARTS), tensors, {"scoring": json.dumps(scoring, sort_keys=True)})
     target.config.save_pretrained(folder)
     target.generation_config.save_pretrained(folder)

@@ -208,7 +208,7 @@ def test_answers_leave_no_states_behind(outline, serve, tmp_path):
     server = serve()
     source = states_of(outline, server)
     server.late = 0.05
-    request = source._probe()._replace(max_tokens=4)
+    request = source.probe._replace(max_tokens=4)
     assert len(source.servers.each(Server.complete, [request])[0].ids) == 4
     assert not [*(tmp_path / "shared").iterdir()]
     server._write_states = lambda prompt, number: str(tmp_path / "elsewhere.safetensors")  # on its machine alone
@@ -226,7 +226,7 @@ def test_no_file_but_the_texts_states_is_removed(outline, serve, tmp_path, name)
     with pytest.raises((ValueError, RuntimeError), match=r"expected a \.safetensors file|is unfinished"):
         source.of_texts(some_texts(1))
     if name.endswith(".safetensors"):
-        source.servers.each(Server.complete, [source._probe()])
+        source.servers.each(Server.complete, [source.probe])
     assert path.is_file()
 
 
