@@ -20,8 +20,7 @@ class AlikeTexts:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._text, self._ids = "", list[int]()  # of the reference
-        self._ends = list[int]()  # characters at which special tokens of it end
-        self._starts = list[tuple[int, int]]()  # at which character and id each of these begins
+        self._marks = list[tuple[int, int, int]]()  # of its special tokens: end, begin, place of the id
         self._kept = dict[str, list[int]]()
         self._num_checked = 0
         self._reuses_prefix = bool(tokenizer.is_fast)
@@ -45,10 +44,10 @@ class AlikeTexts:
 
     def _from_the_reference(self, text: str) -> list[int] | None:
         """Returns the ids of a text by those of the reference; None where they share no special token."""
-        last = bisect_right(self._ends, num_alike(self._text, text)) - 1
+        last = bisect_right(self._marks, num_alike(self._text, text), key=lambda mark: mark[0]) - 1
         if last < 0:
             return None
-        start, index = self._starts[last]
+        _, start, index = self._marks[last]
         end = text[start:]
         ids = self._kept.get(end)
         if ids is None:
@@ -63,12 +62,11 @@ class AlikeTexts:
         ids: list[int] = encoded["input_ids"]
         if self._reuses_prefix:
             self._text, self._ids = text, ids
-            self._ends, self._starts = [], []
+            self._marks = []
             for index in (index for index, token in enumerate(ids) if token in self._cut_tokens):
                 span = encoded.token_to_chars(index)
                 if span is not None and text[span.start : span.end] == self._cut_tokens[ids[index]]:
-                    self._ends.append(span.end)
-                    self._starts.append((span.start, index))
+                    self._marks.append((span.end, span.start, index))
         return ids
 
 

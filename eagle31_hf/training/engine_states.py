@@ -9,7 +9,6 @@ T tokens of a text, n aux hidden states, ht target width.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ class EngineStates:
         """Compares, on a short text, what each server says next with what the target's own head makes of its last
         state. Raises ValueError for a server that runs another target, or gives another layer last."""
         for server in self.servers.all:
-            states, ids = self.servers.patiently(partial(self._ask, server), self.probe)
+            states, ids = self.servers.patiently(self._ask, server, self.probe)
             if not states.isfinite().all():
                 raise ValueError(f"{server.url} gives states that are not finite; expected finite ones.")
             said = self.ends.logits(self._entering_head(states[-1:, -1])).softmax(-1)[0]
@@ -110,7 +109,7 @@ class EngineStates:
             target(input_ids=ids, use_cache=False)
         ours = captured.take()[0].float().cpu().unflatten(-1, (len(every), -1))
         for server in self.servers.all:
-            theirs = self.servers.patiently(partial(self._ask, server), self.probe)[0].float()
+            theirs = self.servers.patiently(self._ask, server, self.probe)[0].float()
             away = (theirs[:, :, None] - ours[:, None]).norm(dim=-1) / ours.norm(dim=-1)[:, None]  # (T, n + 1, L + 1)
             distance, nearest = away.mean(0).min(-1)
             if nearest.tolist() != self.server_layers or distance.max() > MAX_RELATIVE_ERROR:

@@ -92,7 +92,7 @@ def _whole_numbers(record: Record, column: str) -> Tensor:
     if numbers is None or (
         numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
     ):
-        raise Skipped(f"{column} are no integers", f"{column} are {SHORT.repr(values)}; expected a list of integers.")
+        raise _wrong(f"{column} are", "no integers", values, "a list of integers")
     return numbers.long()
 
 
@@ -100,10 +100,7 @@ def _zeros_and_ones(record: Record, column: str) -> Tensor:
     """Returns a column of marks, bool or 0 and 1, as bool. Raises Skipped for others."""
     marks = _tensor(record[column])
     if marks is None or not ((marks == 0) | (marks == 1)).all():
-        raise Skipped(
-            f"{column} are not 0 or 1",
-            f"{column} are {SHORT.repr(record[column])}; expected true or false, or 1 or 0, each.",
-        )
+        raise _wrong(f"{column} are", "not 0 or 1", record[column], "true or false, or 1 or 0, each")
     return marks.bool()
 
 
@@ -132,9 +129,14 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
+def _wrong(what: str, fault: str, value: Any, expected: str) -> Skipped:
+    """Returns the refusal of a value by what is wrong with it, as in "tools are" "no list of objects"."""
+    return Skipped(f"{what} {fault}", f"{what} {SHORT.repr(value)}; expected {expected}.")
+
+
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise Skipped(f"{name} is no text", f"{name} is {SHORT.repr(value)}; expected text.")
+        raise _wrong(f"{name} is", "no text", value, "text")
     return value
 
 
@@ -173,15 +175,10 @@ def _message(turn: Any) -> dict[str, Any]:
         _string(message.get(name, ""), name)
     calls, content = message.get("tool_calls", []), message.get("content", "")
     if not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-        raise Skipped(
-            "tool_calls are no list of objects", f"tool_calls are {SHORT.repr(calls)}; expected a list of objects."
-        )
+        raise _wrong("tool_calls are", "no list of objects", calls, "a list of objects")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text") or "", str) for part in content):
-            raise Skipped(
-                "content is no text",
-                f"content is {SHORT.repr(content)}; expected text, or a list of objects with text.",
-            )
+            raise _wrong("content is", "no text", content, "text, or a list of objects with text")
         # None where a part lacks what others of its column have
         parts = [{name: value for name, value in part.items() if value is not None} for part in content]
         return message | {"content": [_part(part) for part in parts]}
@@ -220,7 +217,7 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
     """Makes a chat of messages, after the system prompt that a column beside them may have, with the tools of
     another, which may be JSON."""
     if not isinstance(turns, list | tuple):
-        raise Skipped(f"{name} is no list", f"{name} is {SHORT.repr(turns)}; expected a list of messages.")
+        raise _wrong(f"{name} is", "no list", turns, "a list of messages")
     messages = [_message(turn) for turn in turns]
     systems = [text for text in map(record.get, SYSTEM_COLUMNS) if isinstance(text, str) and text.strip()]
     if systems and messages and messages[0]["role"] not in ("system", "developer"):
@@ -230,10 +227,7 @@ def _chat(record: Record, turns: Any, name: str) -> Chat:
         with suppress(ValueError, RecursionError):  # else it is still a string, which is refused
             tools = json.loads(given)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise Skipped(
-            "tools are no list of objects",
-            f"tools are {SHORT.repr(given)}; expected a list of objects, or that as JSON.",
-        )
+        raise _wrong("tools are", "no list of objects", given, "a list of objects, or that as JSON")
     return Chat(messages, tools or None)
 
 

@@ -13,7 +13,6 @@ from .engine_server import Request, Server, UnavailableError, base_of
 AT_START = 4  # tries to reach a server before anything is written
 LOOK = 0.02  # seconds between looks at whether a server is free
 Tell = Callable[[str], None]  # is told one line at a time
-Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
@@ -104,12 +103,12 @@ class Servers:
                     " target everywhere, under one name (--served-model-name)."
                 )
 
-    def patiently(self, call: Callable[[Given], Result], given: Given) -> Result:
+    def patiently(self, call: Callable[..., Result], *given: Any) -> Result:
         """Returns what a call of one server returns, tried a few times. Raises RuntimeError when it was in vain."""
         tried = 0
         while True:
             try:
-                return call(given)
+                return call(*given)
             except UnavailableError as error:
                 tried += 1
                 if tried == AT_START:
