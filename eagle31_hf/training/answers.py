@@ -55,7 +55,7 @@ class AnswerSource:
     def __post_init__(self):
         self.stops = sorted({*stop_ids(self.target, self.tokenizer), *self.ends})
 
-    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn."""
         raise NotImplementedError
 
@@ -89,15 +89,15 @@ class AnswerSource:
 class AnswerGenerator(AnswerSource):
     """Generates answers with the target, `batch_size` prompts at a time."""
 
-    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
 
         Prompts of one temperature are answered together, the longest first: what does not fit in memory fails at once.
         """
-        asked = list(temperatures or [None] * len(prompts))
         found = dict[int, Tensor]()
-        for temperature in dict.fromkeys(asked):
-            order = sorted((i for i in range(len(prompts)) if asked[i] == temperature), key=lambda i: -len(prompts[i]))
+        for temperature in dict.fromkeys(temperatures):
+            alike = [i for i in range(len(prompts)) if temperatures[i] == temperature]
+            order = sorted(alike, key=lambda i: -len(prompts[i]))
             for start in range(0, len(order), self.options.batch_size):
                 chosen = order[start : start + self.options.batch_size]
                 found |= zip(chosen, self._batch([prompts[i] for i in chosen], temperature), strict=True)

@@ -81,7 +81,7 @@ class EngineAnswers(AnswerSource):
         super().__post_init__()
         self.sampling()
 
-    def answers(self, prompts: list[Tensor], temperatures: Temperatures | None = None) -> list[Tensor]:
+    def answers(self, prompts: list[Tensor], temperatures: Temperatures) -> list[Tensor]:
         """Returns the ids of the answer to each prompt (T,), through the token that ends its turn.
 
         A sampled answer follows from a seed of its own, drawn from torch's generator: within `seeded`, the same prompts
@@ -91,14 +91,13 @@ class EngineAnswers(AnswerSource):
         if not prompts:
             return []
         seeds = torch.randint(MAX_SEED, (len(prompts),)).tolist()
-        asked = list(temperatures or [None] * len(prompts))
-        samplings = {temperature: self.sampling(temperature) for temperature in {*asked}}
+        samplings = {temperature: self.sampling(temperature) for temperature in {*temperatures}}
         # Only self-prompted chats have temperatures of their own; what repeats itself in them is refused.
         requests = [
             self._request(prompt, seed, self.options.max_new_tokens, samplings[temperature])._replace(
                 loop=None if temperature is None else LOOP
             )
-            for prompt, seed, temperature in zip(prompts, seeds, asked, strict=True)
+            for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)
         ]
         completions = self.engine.each(Server.complete, requests)
         return [self.checked(request, completion) for request, completion in zip(requests, completions, strict=True)]

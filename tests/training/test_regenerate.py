@@ -64,7 +64,7 @@ def counting(skipped: Counter):
 def test_an_answer_may_fill_what_its_own_prompt_leaves(make_target, tokenizer):
     """A batch is generated as long as its shortest prompt leaves room for."""
     generator = generator_of(ending(make_target("llama"), []), tokenizer, 20, 50, 2, GREEDY)
-    answers = generator.answers([torch.tensor([1, 2, 3, 3]), torch.arange(15) % 4])
+    answers = generator.answers([torch.tensor([1, 2, 3, 3]), torch.arange(15) % 4], [None, None])
     assert len(answers[1]) == 5
 
 
