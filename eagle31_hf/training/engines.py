@@ -13,7 +13,7 @@ from ..targets.ends import execution_device
 from .answers import AnswerSource, Temperatures, at_temperature
 from .engine_server import Completion, Request, Server
 from .self_prompts import LEAST_REPETITIONS, LONGEST_PERIOD
-from .servers import Servers, Tell
+from .servers import Servers
 
 PROBE_TOKENS = 32  # of each answer by which an engine is checked
 UNLIKELY = 0.25  # of the likeliest token's probability: rounding does not make a greedy token so unlikely
@@ -139,7 +139,7 @@ class EngineAnswers(AnswerSource):
             )
         return answer[: request.max_tokens]
 
-    def meet(self, prompts: list[Tensor], tell: Tell) -> None:
+    def meet(self, prompts: list[Tensor]) -> None:
         """Checks, before anything is written, that the engine gives ids, those the target would give to prompts (T,).
 
         Raises ValueError for one that does not, RuntimeError for a server that cannot be reached.
@@ -153,7 +153,7 @@ class EngineAnswers(AnswerSource):
             for completion, answer in zip(found, answers, strict=True):
                 self._check_words(server.url, completion, answer)
             self._check_likelihood(server.url, requests, answers)
-        tell(f"answers by {self.engine.name}")
+        self.engine.tell(f"answers by {self.engine.name}")
 
     def recall(self, identity: dict[str, Any]) -> None:
         """Takes from a store what it keeps of its servers (`identity`), instead of asking them: all is answered."""

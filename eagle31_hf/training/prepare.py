@@ -244,7 +244,6 @@ def _end_with(parent: int) -> None:
 def _make(index: int) -> tuple[int, int, list[tuple[int, Skipped]]]:
     """Makes and writes a shard; returns the numbers of its examples and tokens, and the first few records of each
     reason that gave none."""
-    skips = _builder.skips
-    skips.forget()
+    _builder.skips = Skips(_builder.skips.place_of)  # which tells nobody: the parent does
     num_rows, num_tokens = write_shard(_folder, index, *_builder.build(index))
-    return num_rows, num_tokens, skips.shown
+    return num_rows, num_tokens, _builder.skips.shown

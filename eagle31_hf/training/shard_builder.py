@@ -102,7 +102,7 @@ class ShardBuilder:
                 prompts += first_prompt(self.generator, asks)
             if len(prompts) >= PROBES:
                 break
-        self.generator.meet(prompts[:PROBES], self.tell)
+        self.generator.meet(prompts[:PROBES])
 
     def build(self, index: int) -> tuple[list[Columns], Counter[str]]:
         """Returns the examples of a shard, and by reason how many of its records gave none. Of the target's states,

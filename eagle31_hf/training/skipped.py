@@ -63,11 +63,6 @@ class Skips:
         if self.report is not None:
             self.report(f"skipped {refusal}")
 
-    def forget(self) -> None:
-        """Begins anew with the first few of each reason, and tells nobody of them."""
-        self.shown, self.report = [], None
-        self._reported.clear()
-
     def taken(self) -> Counter[str]:
         """Returns the counts since they were last taken."""
         counts, self._counts = self._counts, Counter[str]()
