@@ -146,10 +146,8 @@ def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], pro
     """Makes these shards: in several processes where the target is not needed, else one after the other, each written
     while the next is made, by the writer alone."""
     count = min(processes(builder.options), len(mine))
-    if count > 1 and not builder.needs_target:
-        made = in_processes(builder, output, mine, count)
-    else:
-        made = _one_by_one(builder, output, mine, is_writer)
+    is_split = count > 1 and not builder.needs_target
+    made = in_processes(builder, output, mine, count) if is_split else _one_by_one(builder, output, mine, is_writer)
     begin, total = time.monotonic(), 0
     for done, (num_rows, num_tokens) in enumerate(made, 1):
         total += num_tokens
