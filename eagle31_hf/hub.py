@@ -151,16 +151,15 @@ def described(config: Eagle31Config) -> list[tuple[str, str]]:
     if c.kv_lora_rank is None:
         norm = ", q/k norm" if c.qk_norm else ""
         sizes = f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}{norm}"
+    shared = c.share_target_embeddings, c.share_target_head
+    embedding, head = ("the target" if is_shared else "own" for is_shared in shared)
     states = c.aux_hidden_state_layer_ids or "[2, L // 2, L - 3]"
     return [
         ("captured target states", f"`hidden_states` {states}, {c.target_hidden_size} wide"),
         *((name, str(getattr(c, name)).lower()) for name in FLAGS),
         ("layers", f"{c.num_hidden_layers}, {c.hidden_size} wide, MLP {c.intermediate_size}, {sizes}"),
         ("vocabulary", f"proposes {c.draft_vocab_size:,} of {c.vocab_size:,} ids"),
-        (
-            "embedding, head",
-            f"{'the target' if c.share_target_embeddings else 'own'}, {'the target' if c.share_target_head else 'own'}",
-        ),
+        ("embedding, head", f"{embedding}, {head}"),
         ("stored as", str(c.dtype or "float32").removeprefix("torch.")),
     ]
 
@@ -338,9 +337,7 @@ def commit(
     return made.pr_url or made.commit_url
 
 
-def convert_on_hub(
-    repo_id: str, *, token: str | bool | None = None, revision: str | None = None, **options: Any
-) -> tuple[Checkpoint, str | None]:
+def convert_on_hub(repo_id: str, **options: Any) -> tuple[Checkpoint, str | None]:
     """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
 
     The originals stay in the history. `options` are those of `convert_checkpoint`. Returns the checkpoint and the pull
@@ -352,7 +349,7 @@ def convert_on_hub(
             f"{repo_id}: is a local folder; expected a Hub repository. Without a pull request it is converted."
         )
     _check_repo_id(repo_id)
-    hub = {"token": token, "revision": revision} | {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+    hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     overrides = dict(options)
     convention = overrides.pop("aux_layer_convention", None)
     found = read_checkpoint(repo_id, overrides, convention, **hub)
@@ -367,16 +364,15 @@ def convert_on_hub(
         replaced = {path.name for path in old if path.is_file()} - added.keys()
         operations: list[Any] = [CommitOperationAdd(str(place / name), path) for name, path in added.items()]
         operations += [CommitOperationDelete(str(place / name)) for name in sorted(replaced)]
+        said = f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names."
         try:
-            made = HfApi(token=token).create_commit(
+            made = HfApi(token=hub.get("token")).create_commit(
                 repo_id,
                 operations,
                 commit_message="Convert to the native format of eagle31_hf",
                 create_pr=True,
-                revision=revision,
-                commit_description=(
-                    f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names."
-                ),
+                revision=hub.get("revision"),
+                commit_description=said,
             )
         except UPLOAD_ERRORS as error:
             raise HubError(f"{repo_id}: the pull request failed: {first_line(error)} Nothing was changed.") from None

@@ -174,7 +174,8 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
         raise ValueError(
             f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination."
         )
-    for path in (folder / ORIGINAL, (folder / STAGED).parent):
+    original, staging = folder / ORIGINAL, (folder / STAGED).parent
+    for path in (original, staging):
         # through a link, files in another place would be overwritten
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             found = f"{path}: is a link or a file"
@@ -188,9 +189,12 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
         _stage(folder, checkpoint, before)
         _commit(folder, checkpoint)
         _tidy(folder)
-    shutil.rmtree((folder / STAGED).parent, ignore_errors=True)
-    if discard:
-        _discard_original(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+    if discard and (original / RECORD).is_file():
+        for name in (*_recorded(original / RECORD), *BESIDE_WEIGHTS):  # the record is the last, as it lists the others
+            (original / name).unlink(missing_ok=True)
+    if discard and original.is_dir() and not any(original.iterdir()):
+        original.rmdir()
     native = read_checkpoint(str(folder))
     return native if is_done else _with_history(native, checkpoint)
 
@@ -209,9 +213,8 @@ def _is_done(folder: Path, checkpoint: Checkpoint) -> bool:
 def _stage(folder: Path, checkpoint: Checkpoint, before: Stamps) -> None:
     """Writes the new weights, and the knobs, where nobody reads them yet, and copies the old config to original/."""
     original, staged = folder / ORIGINAL, folder / STAGED
-    names = {file.name for file in checkpoint.files.weight_files} | {
-        name for name in WEIGHT_NAMES if (folder / name).is_file()
-    }
+    names = {file.name for file in checkpoint.files.weight_files}
+    names |= {name for name in WEIGHT_NAMES if (folder / name).is_file()}
     if checkpoint.format != NATIVE and (folder / KNOBS_FILE).is_file():
         names.add(KNOBS_FILE)  # of another library: it would count from now on
     _check_room(folder, names)
@@ -302,16 +305,3 @@ def _recorded(path: Path) -> list[str]:
     for name in names:
         check_file_name(name, path, "weight_files")
     return names
-
-
-def _discard_original(folder: Path) -> None:
-    """Removes the files that a conversion has put into original/, and the folder if nothing else is in it.
-
-    The record is removed last, because it lists the others.
-    """
-    original = folder / ORIGINAL
-    if (original / RECORD).is_file():
-        for name in (*_recorded(original / RECORD), *BESIDE_WEIGHTS):
-            (original / name).unlink(missing_ok=True)
-    if original.is_dir() and not any(original.iterdir()):
-        original.rmdir()

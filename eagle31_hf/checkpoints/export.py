@@ -114,18 +114,21 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     nested: dict[str, Any] = {"use_aux_hidden_state": True}
     ids = config.aux_hidden_state_layer_ids
     if ids is not None:
-        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, target_type or _target_type(config))
+        name = (config.target_model or "").split("/")[-1].lower()
+        kinds = () if "distill" in name else ("gpt-oss", "deepseek", "kimi")  # DeepSeek's name on a Llama or Qwen
+        kind = target_type or next((kind for kind in kinds if name.startswith(kind)), "")
+        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, kind)
     latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
     return flat_config(config) | latent | {"eagle_config": nested}
 
 
-def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
+def sglang_ids(ids: list[int], target_type: str) -> list[int]:
     """Returns boundary ids as SGLang has to be told them for a target of that model_type.
 
     SGLang adds 1 to the ids it reads; for gpt-oss it never does, for DeepSeek and Kimi only if they start at 1. Raises
     ValueError where no list means these layers. Source: SGLang #25454 and #32334.
     """
-    kind = (target_type or "").replace("-", "_").lower()
+    kind = target_type.replace("-", "_").lower()
     if kind.startswith("gpt_oss"):
         return ids
     if kind.startswith(("deepseek", "kimi")) and ids[0] != 2:
@@ -135,14 +138,6 @@ def sglang_ids(ids: list[int], target_type: str | None) -> list[int]:
             )
         return ids
     return layer_ids.as_output(ids)
-
-
-def _target_type(config: Eagle31Config) -> str | None:
-    """Returns the kind of target that `target_model` names, as far as SGLang's layer ids depend on it."""
-    name = (config.target_model or "").split("/")[-1].lower()
-    if "distill" in name:  # DeepSeek's name on a Llama or Qwen
-        return None
-    return next((kind for kind in ("gpt-oss", "deepseek", "kimi") if name.startswith(kind)), None)
 
 
 def speculators_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ No code in a file is run: configs and indices are parsed as JSON, pickles by `pi
 """
 
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from transformers.utils.hub import extract_commit_hash
 from ..json_file import NOT_TEXT, parse_json, read_json, show
 from ..storage.tensor_file import CHUNK_BYTES, NAME_OF_DTYPE, Entry, tensor_chunks
 from .knobs import KNOBS_FILE
-from .pickles import stored_sizes, unpickle
+from .pickles import unpickle
 from .sources import HubError, check_name, fetch, find_config
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -107,9 +108,9 @@ def find(source: str, **hub: Any) -> Path:
         for sub in SUBFOLDERS:
             if any((folder / sub / name).is_file() for name in ("config.json", *WEIGHT_NAMES)):
                 return folder / sub
-    config, options = find_config(source, **hub), dict(hub)
+    config = find_config(source, **hub)
     # "main" may move while files are fetched
-    options["revision"] = extract_commit_hash(config, None) or hub.get("revision")
+    options = hub | {"revision": extract_commit_hash(config, None) or hub.get("revision")}
     _fetch_weights(source, Path(config), options)
     for name in (KNOBS_FILE, *SIDE_FILES):
         with suppress(HubError):  # these files are optional
@@ -141,18 +142,6 @@ def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
         raise unseen
 
 
-def read_config(source: str, folder: Path) -> dict[str, Any]:
-    """Returns the values of a drafter's config.json. Raises ValueError where there is none, or only an adapter's."""
-    path = folder / "config.json"
-    if not path.is_file():
-        found = f"{source}: has weights but no config.json"
-        raise ValueError(f"{found}; expected the config.json its trainer wrote beside them.")
-    if (folder / ADAPTER).exists():
-        found = f"{folder / ADAPTER}: marks a LoRA adapter, which is not read"
-        raise ValueError(f"{found}; expected a drafter it has been merged into.")
-    return read_json(path, MAX_CONFIG_VALUES)
-
-
 def open_files(source: str, **hub: Any) -> CheckpointFiles:
     """Reads the config and the tensors' headers of a folder or Hub repository; one with only a config has no tensors.
 
@@ -160,7 +149,13 @@ def open_files(source: str, **hub: Any) -> CheckpointFiles:
     sound.
     """
     folder = find(source, **hub)
-    config = read_config(source, folder)
+    if not (folder / "config.json").is_file():
+        found = f"{source}: has weights but no config.json"
+        raise ValueError(f"{found}; expected the config.json its trainer wrote beside them.")
+    if (folder / ADAPTER).exists():
+        found = f"{folder / ADAPTER}: marks a LoRA adapter, which is not read"
+        raise ValueError(f"{found}; expected a drafter it has been merged into.")
+    config = read_json(folder / "config.json", MAX_CONFIG_VALUES)
     name = weights_name(folder, config)
     if name is None:
         return CheckpointFiles(source, folder, config)
@@ -203,13 +198,8 @@ def weights_name(folder: Path, config: dict[str, Any]) -> str | None:
 
 def check_file_name(name: Any, where: Path, key: str) -> None:
     """Raises ValueError unless `name`, which the file `where` has under `key`, is a plain name of a file beside it."""
-    is_plain = (
-        isinstance(name, str)
-        and name == os.path.basename(name)
-        and name not in ("", ".", "..")
-        and not {"\\", "\0"} & set(name)
-    )
-    if not is_plain or len(os.fsencode(name)) > MAX_FILE_NAME:
+    is_plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+    if not is_plain or {"\\", "\0"} & set(name) or len(os.fsencode(name)) > MAX_FILE_NAME:
         raise ValueError(
             f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders,"
             f" of at most {MAX_FILE_NAME} bytes."
@@ -250,12 +240,11 @@ def _safetensors_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, 
         raise ValueError(f"{said}; expected one. Download it again.") from None
     header = parse_json(text, f"{path}: its header")
     metadata = header.pop("__metadata__", None) or {}
+    stored: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         _check_tensor(path, name, entry["dtype"])
-    stored = {
-        name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
+        start = 8 + length + entry["data_offsets"][0]
+        stored[name] = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, start)
     return stored, metadata
 
 
@@ -272,7 +261,9 @@ def _check_tensor(path: Path, name: str, dtype: str) -> None:
 
 def _pickle_header(path: Path) -> dict[str, StoredTensor]:
     """Returns the same of a pickle, which has no metadata."""
-    values, sizes = unpickle(path), stored_sizes(path)
+    values = unpickle(path)
+    with zipfile.ZipFile(path) as archive:
+        sizes = {entry.file_size for entry in archive.infolist()}
     for name, value in values.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = " Save the tensors themselves: the value of that key, say." if isinstance(value, dict) else ""
@@ -283,6 +274,7 @@ def _pickle_header(path: Path) -> dict[str, StoredTensor]:
             found = f"{path}: {name} is a view with its sign turned"
             raise ValueError(f"{found}; expected the values themselves: save {name}.clone().")
         stored = value.untyped_storage().nbytes()
+        # a storage of any other size is cut off, or reaches into the next record
         if stored not in sizes or value.numel() * value.element_size() > stored:
             found = f"{path}: {name} of shape {tuple(value.shape)} is larger than what is stored"
             raise ValueError(f"{found}; expected every element.")

@@ -49,11 +49,8 @@ def foreign_config(
     fields |= overrides
     _add_mask(fields, files, shapes, overrides)
     _add_target_width(fields, files, shapes, notes)
-    dtype = next(
-        stored.dtype
-        for name, stored in sorted(files.tensors.items())
-        if name.endswith("fc.weight") or stored.dtype in FLOATS
-    )
+    stored = sorted(files.tensors.items())
+    dtype = next(each.dtype for name, each in stored if name.endswith("fc.weight") or each.dtype in FLOATS)
     fields["dtype"] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
     return build_config(fields | {"architectures": ["Eagle31DrafterModel"]}, source)
 
@@ -136,20 +133,15 @@ def _add_from_tensors(fields: dict[str, Any], shapes: Shapes, source: str, notes
 def _add_sizes(fields: dict[str, Any], shapes: Shapes, source: str, notes: list[str]) -> None:
     """Adds the sizes that a config may leave out, and the two vocabularies'. Raises ValueError where they contradict
     the tensors."""
-    for name, shape in (
-        ("hidden_size", shapes.get("norm.weight")),
-        ("intermediate_size", shapes.get("layers.0.mlp.gate_proj.weight")),
-    ):
-        size = shape[0] if shape else None
+    rows = {name: shape[0] for name, shape in shapes.items() if shape}
+    for name, weight in (("hidden_size", "norm.weight"), ("intermediate_size", "layers.0.mlp.gate_proj.weight")):
+        size = rows.get(weight)
         if fields.setdefault(name, size) != size and size is not None:
             raise keys.contradicted(source, name, fields[name], size, "the same")
     heads = fields.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise keys.wrong(source, "num_attention_heads", heads, "a number, which the weights do not tell")
     fields.setdefault("num_key_value_heads", heads)
-    rows = {
-        name: shapes[name][0] for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t") if shapes.get(name)
-    }
     size = fields.setdefault("vocab_size", rows.get("t2d", rows.get("embed_tokens.weight")))
     if type(size) is not int:
         raise keys.wrong(source, "vocab_size", size, "the target's, which these weights do not tell")
@@ -205,11 +197,8 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
             width, width_from = fc[1] // count, "fc's width"
             notes.append(f"the target's width is {width}: fc.weight reads {fc[1]} = {count} x {width}")
     if type(count) is not int or type(width) is not int or count < 1 or count * width != fc[1]:
-        fits = (
-            f"{fc[1] // width} states would fit"
-            if type(width) is int and width and fc[1] % width == 0
-            else "no number of states fits"
-        )
+        is_multiple = type(width) is int and width and fc[1] % width == 0
+        fits = f"{fc[1] // width} states would fit" if is_multiple else "no number of states fits"
         raise ValueError(
             f"{source}: fc.weight reads {fc[1]} values, but {count} states ({count_from}) of width {width}"
             f" ({width_from}) were expected; {fits}. Pass aux_hidden_state_layer_ids=[...] or target_hidden_size=...,"

@@ -81,7 +81,14 @@ def read_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
     Layer ids are not among them; fields that the tensors decide may still be wrong. Raises ValueError, naming the key,
     for values that contradict each other or have the wrong type.
     """
-    config = _flatten(config, source)
+    if "transformer_layer_config" in config:  # speculators nests the geometry in it, with the flags outside
+        inner = _object(config, "transformer_layer_config", source)
+        kind = inner.get("model_type")
+        if kind not in SPECULATORS_LAYERS:
+            raise wrong(source, "transformer_layer_config.model_type", kind, f"one of {SPECULATORS_LAYERS}")
+        verifier = _object(_object(config, "speculators_config", source), "verifier", source)
+        outer = {name: config[name] for name in DRAFTER if name in config}
+        config = inner | outer | {"target_model": verifier.get("name_or_path")}
     nested = eagle_config(config)
     fields = {name: config[name] for name in (*GEOMETRY, *DRAFTER) if config.get(name) is not None}
     for name, alias in (("norm_before_fc", nested.get("norm_before_fc")), ("fc_norm", config.get("use_aux_norm"))):
@@ -104,19 +111,6 @@ def states_parallel(config: dict[str, Any]) -> bool | None:
     return next((value is True for value in stated if value is not None), None)
 
 
-def _flatten(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Returns a flat config: speculators nests the geometry in transformer_layer_config, with the flags outside."""
-    if "transformer_layer_config" not in config:
-        return config
-    inner = _object(config, "transformer_layer_config", source)
-    kind = inner.get("model_type")
-    if kind not in SPECULATORS_LAYERS:
-        raise wrong(source, "transformer_layer_config.model_type", kind, f"one of {SPECULATORS_LAYERS}")
-    outer = {name: config[name] for name in DRAFTER if name in config}
-    verifier = _object(_object(config, "speculators_config", source), "verifier", source)
-    return inner | outer | {"target_model": verifier.get("name_or_path")}
-
-
 def _object(config: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
@@ -137,11 +131,7 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
             "Pass the one the drafter was trained with, rope_parameters={...}."
         )
     rope = dict(scaling or given)
-    thetas = [
-        value
-        for value in (config.get("rope_theta"), rope.get("rope_theta"), given.get("rope_theta"))
-        if value is not None
-    ]
+    thetas = [place["rope_theta"] for place in (config, rope, given) if place.get("rope_theta") is not None]
     if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):
         raise wrong(source, "rope_theta", thetas, "a number above 0")
     if len(set(thetas)) > 1:

@@ -29,7 +29,11 @@ def unpickle(path: Path) -> dict[Any, Any]:
     """
     try:
         _check_archive(path)
-        others = sorted({name for name in _globals(path) if not PLAIN.fullmatch(name)})
+        reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
+        operations = pickletools.genops(reader.get_record("data.pkl"))
+        # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself
+        names = {str(argument).replace(" ", ".") for kind, argument, _ in operations if kind.name == "GLOBAL"}
+        others = sorted(name for name in names if not PLAIN.fullmatch(name))
         values = {} if others else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # what reads a damaged archive or pickle may fail on it in any way
         text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
@@ -45,15 +49,6 @@ def unpickle(path: Path) -> dict[Any, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; expected a dictionary of names and tensors.")
     return values
-
-
-def stored_sizes(path: Path) -> set[int]:
-    """Returns the sizes in bytes of an archive's records.
-
-    A storage of any other size is cut off, or reaches into the next record.
-    """
-    with zipfile.ZipFile(path) as archive:
-        return {entry.file_size for entry in archive.infolist()}
 
 
 def _check_archive(path: Path) -> None:
@@ -75,14 +70,3 @@ def _check_archive(path: Path) -> None:
                 raise ValueError(f"{entry.filename[:80]} is compressed, as PyTorch never writes it")
             if entry.filename.lower().endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
                 raise ValueError(f"data.pkl has {entry.file_size} bytes, too many for names and shapes")
-
-
-def _globals(path: Path) -> list[str]:
-    """Returns the dotted names that data.pkl, the pickle of names and shapes, looks up."""
-    reader = torch._C.PyTorchFileReader(str(path))  # finds the record that `torch.load` will find
-    # GLOBAL is the one operation by which torch's unpickler looks up a name; it refuses the others itself.
-    return [
-        str(argument).replace(" ", ".")
-        for operation, argument, _ in pickletools.genops(reader.get_record("data.pkl"))
-        if operation.name == "GLOBAL"
-    ]

@@ -84,11 +84,8 @@ def _nemo(files: CheckpointFiles) -> str | None:
 def _angelslim(files: CheckpointFiles) -> str | None:
     if architecture(files.config) == "Eagle3LlamaForCausalLM":
         return "config.json names the architecture Eagle3LlamaForCausalLM"
-    if (
-        "eagle_aux_hidden_state_layer_ids" in files.config
-        and "eagle_config" not in files.config
-        and _has_midlayer(files)
-    ):
+    lists_ids = "eagle_aux_hidden_state_layer_ids" in files.config and "eagle_config" not in files.config
+    if lists_ids and _has_midlayer(files):
         return "tensors are named midlayer.* and config.json lists layer ids at its top level"
     return has_key("aux_hidden_states_layer_ids", "eagle_aux_injection_mode")(files)
 
@@ -98,10 +95,8 @@ def _original(files: CheckpointFiles) -> str | None:
     is_plain = architecture(files.config) == "LlamaForCausalLM"
     if not _has_midlayer(files) or "eagle_config" in files.config or not (is_pickle or is_plain):
         return None
-    return (
-        f"tensors are named midlayer.* {'in a pickle' if is_pickle else 'under a plain LlamaForCausalLM'}, config.json"
-        " has no eagle_config"
-    )
+    where = "in a pickle" if is_pickle else "under a plain LlamaForCausalLM"
+    return f"tensors are named midlayer.* {where}, config.json has no eagle_config"
 
 
 def _specforge(files: CheckpointFiles) -> str | None:

@@ -29,14 +29,8 @@ from .tensors import MASK, Shapes, expected_tensors, layer_count, native_names, 
 # the config.
 LINK_OPTIONS = tuple(name for name in HUB_OPTIONS if name not in ("revision", "subfolder"))
 NOT_OVERRIDES = (
-    "model_type",
-    "architectures",
-    "weights_from",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "auto_map",
-)
+    "model_type", "architectures", "weights_from", "transformers_version", "dtype", "torch_dtype", "auto_map",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,12 +128,9 @@ def _understand(
     keys.refuse_other_graphs(files.config, files.source)
     knobs: dict[str, Any] = {}
     if producer.name == NATIVE:
-        unknown = {name: nearest(name, FIELDS) for name in sorted(files.config.keys() - FIELDS - BASE_NAMES)}
-        notes += [
-            f"config.json has {show(name)}, which is no field and not read: is {meant} meant"
-            for name, meant in unknown.items()
-            if meant
-        ]
+        for name in sorted(files.config.keys() - FIELDS - BASE_NAMES):
+            if meant := nearest(name, FIELDS):
+                notes.append(f"config.json has {show(name)}, which is no field and not read: is {meant} meant")
         # beside weights of its own, it points to no others
         config = build_config(files.config | overrides | {"weights_from": None}, files.source)
         knobs = read_knobs(files.weight_files[0].parent)  # a conversion in place stages them beside the weights
@@ -235,8 +226,7 @@ def _compare(checkpoint: Checkpoint, expected: Shapes, names: dict[str, str]) ->
     source = checkpoint.files.source
     missing, extra = sorted(expected.keys() - tensors.keys() - made.keys()), sorted(tensors.keys() - expected.keys())
     if missing or extra:
-        renamed = {old: new for old, new in names.items() if old != new}
-        on_disk = f" In the file: {_some(names)}." if renamed else ""
+        on_disk = f" In the file: {_some(names)}." if any(old != new for old, new in names.items()) else ""
         raise ValueError(
             f"{source}: tensors and config disagree: missing {_some(missing)}, unexpected {_some(extra)}. Expected"
             " exactly the tensors its config.json describes; check the flags there (fc_norm, norm_before_fc,"

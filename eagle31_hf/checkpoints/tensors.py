@@ -54,9 +54,8 @@ def native_names(names: Iterable[str], source: str) -> tuple[dict[str, str], dic
     for name in sorted(names):
         short = name.removeprefix("model.")
         reason = next((why for pattern, why in DROPPED if re.search(pattern, short)), None)
-        if reason is None or (
-            "hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names
-        ):
+        is_only_norm = "hidden_norm" in name and short.replace("hidden_norm", "input_layernorm") not in short_names
+        if reason is None or is_only_norm:
             renamed[name] = name
             for pattern, replacement in RENAMES:
                 renamed[name] = re.sub(pattern, replacement, renamed[name], count=1)
@@ -81,11 +80,8 @@ def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> 
         if "hidden_norm.weight" in shapes:
             said = f"{source}: hidden_norm.weight outside the layers marks a DFlash head"
             raise ValueError(f"{said}; expected an EAGLE 3 or 3.1 drafter.")
-        what = (
-            "looks like the target itself"
-            if num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes
-            else "is no EAGLE 3 drafter"
-        )
+        is_target = num_layers > 1 and "layers.0.hidden_norm.weight" not in shapes
+        what = "looks like the target itself" if is_target else "is no EAGLE 3 drafter"
         raise ValueError(
             f"{source}: {len(shapes)} tensors in {num_layers} layers and no fc.weight (config.json: model_type"
             f" {model_type!r}): this {what}; expected the drafter's checkpoint."
@@ -100,9 +96,8 @@ def refuse_other_graphs(shapes: Shapes, source: str, model_type: str | None) -> 
 
 def layer_count(shapes: Iterable[str]) -> int:
     """Returns the number of layers that native names have: 1 + the highest index."""
-    return 1 + max(
-        (int(match[1]) for match in (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes) if match), default=-1
-    )
+    found = (re.match(r"layers\.(\d{1,4})\.", name) for name in shapes)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def expected_tensors(config: Eagle31Config) -> Shapes:
