@@ -14,87 +14,46 @@ from ..version import __version__
 from . import endings
 from .parsing import Parser, progress
 
-# name: (module here that has the command's function, `name`, and `add_name` for its arguments; one line of help,
-# example)
+# name: (module here that has the command's function, `name`, and `add_name` for its arguments; one line of help;
+# arguments of the example)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "demo": ("run", "watch a trained pair decode the same text faster; offline", "eagle31 demo --profile"),
-    "generate": (
-        "run",
-        "stream a completion with any target and drafter",
-        'eagle31 generate --target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"',
-    ),
-    "chat": (
-        "talking",
-        "chat with a target in the terminal, drafted tokens marked as they are accepted",
-        "eagle31 chat --target Qwen/Qwen3-8B --drafter ./my-drafter",
-    ),
-    "app": (
-        "talking",
-        "the same chat as a page for a browser, by Gradio",
-        "eagle31 app --target Qwen/Qwen3-8B --drafter ./my-drafter",
-    ),
-    "serve": (
-        "talking",
-        "serve a target with its drafter as OpenAI's API, by transformers' own server",
-        "eagle31 serve --target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16",
-    ),
-    "check": (
-        "checking",
-        (
-            "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
-            " works, 1: does not)"
-        ),
-        "eagle31 check Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3",
-    ),
-    "info": (
-        "checkpoints",
-        "say what a drafter's checkpoint is, which format it has, and why it was read so",
-        "eagle31 info RedHatAI/Qwen3-8B-speculator.eagle3",
-    ),
-    "convert": (
-        "checkpoints",
+    "demo": ("run", "watch a trained pair decode the same text faster; offline", "--profile"),
+    "generate": ("run", "stream a completion with any target and drafter",
+        '--target Qwen/Qwen3-8B --drafter ./my-drafter --chat "Why is the sky blue?"'),
+    "chat": ("talking", "chat with a target in the terminal, drafted tokens marked as they are accepted",
+        "--target Qwen/Qwen3-8B --drafter ./my-drafter"),
+    "app": ("talking", "the same chat as a page for a browser, by Gradio",
+        "--target Qwen/Qwen3-8B --drafter ./my-drafter"),
+    "serve": ("talking", "serve a target with its drafter as OpenAI's API, by transformers' own server",
+        "--target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16"),
+    "check": ("checking",
+        "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
+        " works, 1: does not)",
+        "Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3"),
+    "info": ("checkpoints", "say what a drafter's checkpoint is, which format it has, and why it was read so",
+        "RedHatAI/Qwen3-8B-speculator.eagle3"),
+    "convert": ("checkpoints",
         "convert an EAGLE 3 or 3.1 checkpoint of any format to the native one, in place unless a destination is named",
-        "eagle31 convert ./my-drafter",
-    ),
-    "export": (
-        "checkpoints",
+        "./my-drafter"),
+    "export": ("checkpoints",
         "write a drafter as vLLM, SGLang or speculators read it, and print the line that serves it",
-        "eagle31 export ./my-drafter ./my-drafter-vllm --format vllm",
-    ),
-    "publish": (
-        "checkpoints",
+        "./my-drafter ./my-drafter-vllm --format vllm"),
+    "publish": ("checkpoints",
         "upload a native drafter, or a config that points to its weights, with a model card",
-        "eagle31 publish model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B",
-    ),
-    "bench": (
-        "diagnosing",
-        "report on drafters beside the target alone, on your prompts",
-        "eagle31 bench acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl",
-    ),
-    "drift": (
-        "diagnosing",
+        "model_cards/EAGLE3-LLaMA3.1-Instruct-8B --repo-id me/EAGLE3-LLaMA3.1-Instruct-8B"),
+    "bench": ("diagnosing", "report on drafters beside the target alone, on your prompts",
+        "acceptance --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl"),
+    "drift": ("diagnosing",
         "report on drafters by depth: states, attention, acceptance, in longer contexts too, and what to do about them",
-        "eagle31 drift --target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report",
-    ),
-    "prepare-data": (
-        "preparation",
+        "--target Qwen/Qwen3-8B --drafter ./my-drafter --prompts prompts.jsonl --output report"),
+    "prepare-data": ("preparation",
         "turn chats or texts into training data, in the target's own words and with its states where asked",
-        "eagle31 prepare-data --target Qwen/Qwen3-8B --data sharegpt.jsonl --output prepared --regenerate",
-    ),
-    "train": (
-        "training",
-        "train a drafter for a causal language model",
-        (
-            "eagle31 train --target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16"
-            " --device cuda"
-        ),
-    ),
-    "upgrade": (
-        "checkpoints",
-        "turn an EAGLE 3 drafter into an EAGLE 3.1 one by calibration on texts",
-        "eagle31 upgrade --target Qwen/Qwen3-8B --drafter ./my-drafter --texts texts.jsonl --output ./upgraded",
-    ),
-}
+        "--target Qwen/Qwen3-8B --data sharegpt.jsonl --output prepared --regenerate"),
+    "train": ("training", "train a drafter for a causal language model",
+        "--target Qwen/Qwen3-8B --data prepared --output my-drafter --draft-vocab-size 32000 --bf16 --device cuda"),
+    "upgrade": ("checkpoints", "turn an EAGLE 3 drafter into an EAGLE 3.1 one by calibration on texts",
+        "--target Qwen/Qwen3-8B --drafter ./my-drafter --texts texts.jsonl --output ./upgraded"),
+}  # fmt: skip
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -104,7 +63,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     main_parser.add_argument("--version", action="version", version=f"eagle31_hf {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="command")
     for name, (module, line, example) in COMMANDS.items():
-        command = commands.add_parser(name, help=line, description=line, epilog=f"example: {example}")
+        command = commands.add_parser(name, help=line, description=line, epilog=f"example: eagle31 {name} {example}")
         if only in (name, None):
             function, of_command = name.replace("-", "_"), import_module(f".{module}", __name__)
             getattr(of_command, f"add_{function}")(command)
