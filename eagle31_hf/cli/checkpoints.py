@@ -23,27 +23,20 @@ from .parsing import Parser, positive, progress, reading_options, show
 def info(args: argparse.Namespace) -> int:
     """Shows a checkpoint's format and config, and why it was read so."""
     checkpoint = read_headers(args.drafter, dict(args.set), args.aux_layer_convention, args.revision)
-    report = {
-        "kind": kind(checkpoint.config),
+    config, depth = checkpoint.config, checkpoint.knobs.get("num_assistant_tokens")
+    report: dict[str, Any] = {
+        "kind": kind(config),
         "format": checkpoint.format,
         "native": checkpoint.is_native,
         "parameters": checkpoint.num_parameters,
         "reasons": checkpoint.reasons,
         "notes": checkpoint.notes,
-        "exports": {name: refusal(checkpoint.config, name) or "yes" for name in EXPORT_FORMATS},
-        "config": checkpoint.config.to_dict(),
+        "exports": {name: refusal(config, name) or "yes" for name in EXPORT_FORMATS},
+        "config": config.to_dict(),
     }
-    show(args, report, "\n".join(_info_lines(args.drafter, checkpoint, report)))
-    return 0
-
-
-def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[str]:
-    config = checkpoint.config
-    depth = checkpoint.knobs.get("num_assistant_tokens")
     form = "native" if checkpoint.is_native else "converted while loading"
-    refusals = [answer for answer in report["exports"].values() if answer != "yes"]
     rows = [
-        ("drafter", f"{source}: {report['kind']}, {report['parameters']:,} parameters"),
+        ("drafter", f"{args.drafter}: {report['kind']}, {report['parameters']:,} parameters"),
         ("target", config.target_model or "not named"),
         ("format", f"{form}; {checkpoint.reasons[0]}"),
         *(("", reason) for reason in checkpoint.reasons[1:]),
@@ -51,10 +44,11 @@ def _info_lines(source: str, checkpoint: Any, report: dict[str, Any]) -> list[st
         *described(config),
         ("rope", json.dumps(config.rope_parameters)),
         ("exports", ", ".join(name for name, answer in report["exports"].items() if answer == "yes") or "none"),
-        *(("", refusal) for refusal in refusals),
+        *(("", answer) for answer in report["exports"].values() if answer != "yes"),
         *([("drafting", f"num_assistant_tokens={depth}")] if depth else []),
     ]
-    return [f"{name:<22} {text}" for name, text in rows]
+    show(args, report, "\n".join(f"{name:<22} {text}" for name, text in rows))
+    return 0
 
 
 def convert(args: argparse.Namespace) -> int:

@@ -27,6 +27,14 @@ from .loading import load_causal_lm, load_processor, load_tokenizer
 from .parsing import DTYPES, LARGEST, Parser, number, positive, progress, reading_options, show
 
 TEXT_ALONE = "expected text, which is all that this report is of."
+# options of `bench acceptance` that take several values, and measure nothing unless they are given
+SEVERAL: dict[str, tuple[Any, str]] = {
+    "lengths": (positive, "contexts to measure besides the prompts, in tokens"),
+    "temperatures": (number(0, above=True), "to sample at"),
+    "concurrency": (positive, "prompts in a batch"),
+    "rivals": (RIVALS, "speculation of transformers itself to measure besides, by the text's own words or with the"
+        " drafter in its own loop"),
+}  # fmt: skip
 
 
 def drift(args: argparse.Namespace) -> int:
@@ -74,19 +82,17 @@ def bench(
     drafters = {label: load() for label, load in loads.items()}
     chains = [Shape(depth) for depth in dict.fromkeys(args.depths)]
     trees = [replace(TREE_SHAPE, total_tokens=nodes) for nodes in dict.fromkeys(args.trees)]
+    each_once = {name: tuple(dict.fromkeys(getattr(args, name))) for name in SEVERAL}
     settings = Settings(
         ways=(*chains, *([] if engine else [*trees, AUTO_SHAPE])),
         reference=Shape(args.depth),
         max_new_tokens=args.max_new_tokens,
-        lengths=tuple(dict.fromkeys(args.lengths)),
-        temperatures=tuple(dict.fromkeys(args.temperatures)),
-        concurrency=tuple(dict.fromkeys(args.concurrency)),
         has_perturbations=not args.no_perturbations,
-        rivals=tuple(dict.fromkeys(args.rivals)),
+        **each_once,
     )
     facts = facts_of(args, target, prompts, drafters)
     facts |= {"ways of drafting": ", ".join(way.name for way in settings.ways), "elsewhere": settings.reference.name}
-    facts |= {name: [*getattr(settings, name)] for name in ("lengths", "temperatures", "concurrency", "rivals")}
+    facts |= {name: [*values] for name, values in each_once.items()}
     facts |= {"perturbations": settings.has_perturbations, "decoded by": engine or "generate()"}
 
     def make(journal: Journal) -> Report:
@@ -197,13 +203,7 @@ def add_bench(parser: Parser) -> None:
     parser.add_option("--trees", positive, [24], nargs="*", metavar="NODES")
     parser.add_option("--depth", positive, 5, "of chains in all but the first part of the report")
     parser.add_flag("--no-perturbations", "leave out prompts as they should not be")
-    by = "by the text's own words or with the drafter in its own loop"
-    for name, kind, what in (
-        ("lengths", positive, "contexts to measure besides the prompts, in tokens"),
-        ("temperatures", number(0, above=True), "to sample at"),
-        ("concurrency", positive, "prompts in a batch"),
-        ("rivals", RIVALS, f"speculation of transformers itself to measure besides, {by}"),
-    ):
+    for name, (kind, what) in SEVERAL.items():
         parser.add(f"--{name}", kind, f"{what} (default: none)", nargs="+", default=[])
     parser.add_path("--against", "an earlier report.json, to say what changed", metavar="FILE")
 

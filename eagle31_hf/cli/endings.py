@@ -85,11 +85,9 @@ def _text(error: BaseException) -> tuple[str, bool]:
     number = getattr(error, "errno", None)
     known: dict[int | None, str] = {**FILE_ERRORS, **MACHINE_ERRORS}
     if isinstance(error, OSError) and number in known:
-        where = error.filename2 or error.filename
-        return (
-            f"{os.fsdecode(where) if isinstance(where, str | bytes) else 'writing'}: {known[number]}",
-            number in MACHINE_ERRORS,
-        )
+        named = error.filename2 or error.filename
+        where = os.fsdecode(named) if isinstance(named, str | bytes) else "writing"
+        return f"{where}: {known[number]}", number in MACHINE_ERRORS
     cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
     is_full = f"os error {errno.ENOSPC}" in str(error)  # errors of libraries written in Rust have no errno
     return " ".join(str(cause).split()) or type(error).__name__, is_full
