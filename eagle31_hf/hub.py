@@ -245,8 +245,17 @@ def _files_of(api: HfApi, folder: Path, values: dict[str, Any], repo_id: str) ->
         config = checkpoint.config
         names = [*(file.name for file in checkpoint.files.weight_files), KNOBS_FILE]
     else:
-        config = _of_linked(api, values, folder)
-        values["weights_from"] = config.weights_from
+        link = values["weights_from"]
+        linked, revision = linked_weights(link, f"{folder}: config.json: weights_from")
+        try:
+            sha = str(api.model_info(linked, revision=revision).sha)
+        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+            raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
+        except UPLOAD_ERRORS as error:
+            why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
+            raise HubError(f"{folder}: weights_from {link}: {why}") from None
+        config = read_headers(linked, stated_fields(values, str(folder)), revision=sha, token=api.token).config
+        config.weights_from = values["weights_from"] = {"repo_id": linked, "revision": sha}
     _own_file(folder, "config.json")
     paths = {name: _own_file(folder, name) for name in (*names, CARD) if (folder / name).is_file()}
     files = {name: path.read_bytes() if name.endswith((".json", ".md")) else path for name, path in paths.items()}
@@ -273,23 +282,6 @@ def _check_repo_id(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"repo_id is {repo_id!r}; expected OWNER/NAME ({' '.join(str(error).split())})") from None
-
-
-def _of_linked(api: HfApi, values: dict[str, Any], folder: Path) -> Eagle31Config:
-    """Returns the config of the drafter to which `values`, of a folder's config.json, point, with the fields they state
-    and the commit that the link's revision names now. Raises OSError and ValueError as reading it does."""
-    link = values["weights_from"]
-    repo_id, revision = linked_weights(link, f"{folder}: config.json: weights_from")
-    try:
-        sha = str(api.model_info(repo_id, revision=revision).sha)
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-        raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
-    except UPLOAD_ERRORS as error:
-        why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
-        raise HubError(f"{folder}: weights_from {link}: {why}") from None
-    config = read_headers(repo_id, stated_fields(values, str(folder)), revision=sha, token=api.token).config
-    config.weights_from = {"repo_id": repo_id, "revision": sha}
-    return config
 
 
 def _text(data: Path | bytes) -> str:

@@ -1,6 +1,5 @@
 """Folders that appear whole or not at all, and the JSON and text files in them."""
 
-import errno
 import json
 import os
 import secrets
@@ -9,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-NAME_ANOTHER = "Name another, or remove it."
 
 
 def json_text(value: Any) -> str:
@@ -51,18 +48,14 @@ def replace_json(path: Path, value: Any) -> None:
         write_json(staged, value)
 
 
-def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
+def check_new_folder(destination: Path, remedy: str = "Name another, or remove it.") -> None:
     """Raises ValueError where something is at `destination` already, or in the way to it; `remedy` says what to do
     about it."""
     if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
-        raise _taken(destination, remedy)
+        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
     above = next((parent for parent in destination.parents if parent.exists()), None)
     if above is not None and not above.is_dir():
         raise ValueError(f"{destination}: {above} is a file; expected a folder to write into.")
-
-
-def _taken(destination: Path, remedy: str = NAME_ANOTHER) -> ValueError:
-    return ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
 
 
 @contextmanager
@@ -79,10 +72,9 @@ def new_folder(destination: Path) -> Iterator[Path]:
         yield staging
         try:
             os.replace(staging, destination)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):
-                raise
-            raise _taken(destination) from None
+        except OSError:
+            check_new_folder(destination)  # another process may have been there first
+            raise
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
