@@ -18,7 +18,6 @@ from ..configuration import HUB_OPTIONS, Eagle31Config
 from ..quantized import refuse_quantized
 from ..storage.folders import new_folder, write_json
 from ..storage.tensor_file import DTYPES, Entry
-from . import layer_ids
 from .convert import entries, write_weights
 from .files import WEIGHTS
 from .keys import DRAFTER, FLAGS, write_geometry
@@ -127,11 +126,13 @@ def sglang_ids(ids: list[int], target_type: str) -> list[int]:
         return ids
     if kind.startswith(("deepseek", "kimi")) and ids[0] != 2:
         if ids[0] == 1:
-            raise ValueError(
-                f"SGLang reads layer ids that start at 1 as one more on a {kind} target: {ids} cannot be expressed."
-            )
+            found = f"SGLang reads layer ids that start at 1 as one more on a {kind} target"
+            raise ValueError(f"{found}: {ids} cannot be expressed.")
         return ids
-    return layer_ids.as_output(ids)
+    if ids[0] == 0:
+        found = f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output"
+        raise ValueError(f"{found}, which output ids cannot express.")
+    return [i - 1 for i in ids]
 
 
 def speculators_config(config: Eagle31Config, target_type: str | None = None) -> dict[str, Any]:
@@ -297,10 +298,9 @@ def _of_model(model: nn.Module) -> tuple[Eagle31Config, dict[str, Entry], str]:
     tensors = {name: Entry.of_tensor(value) for name, value in model.state_dict().items()}
     others = sorted(tensors.keys() ^ expected_tensors(config).keys())
     if others:
-        raise ValueError(
-            f"export_checkpoint got a drafter with other tensors than its config describes, as {others[0]}; expected"
-            " its own. Merge an adapter, and take a compiled drafter out of its wrapper, first."
-        )
+        found = f"export_checkpoint got a drafter with other tensors than its config describes, as {others[0]}"
+        remedy = "Merge an adapter, and take a compiled drafter out of its wrapper, first."
+        raise ValueError(f"{found}; expected its own. {remedy}")
     return config, tensors, type(model).__name__
 
 

@@ -134,9 +134,8 @@ def _fetch_weights(source: str, config: Path, hub: dict[str, Any]) -> None:
             shards = sorted(set(read_index(Path(found)).values())) if name.endswith("index.json") else []
             for shard in shards:
                 if fetch(source, shard, **hub) is None:
-                    raise OSError(
-                        f"{source}: {name} names {shard}, which the repository does not have. It is incomplete."
-                    )
+                    said = f"{source}: {name} names {shard}, which the repository does not have"
+                    raise OSError(f"{said}. It is incomplete.")
             return
     if unseen is not None and read_json(config).get("weights_from") is None:
         raise unseen
@@ -200,10 +199,9 @@ def check_file_name(name: Any, where: Path, key: str) -> None:
     """Raises ValueError unless `name`, which the file `where` has under `key`, is a plain name of a file beside it."""
     is_plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
     if not is_plain or {"\\", "\0"} & set(name) or len(os.fsencode(name)) > MAX_FILE_NAME:
-        raise ValueError(
-            f"{where}: {key} names the file {repr(name)[:80]}; expected a plain file name beside it, without folders,"
-            f" of at most {MAX_FILE_NAME} bytes."
-        )
+        found = f"{where}: {key} names the file {repr(name)[:80]}"
+        expected = f"a plain file name beside it, without folders, of at most {MAX_FILE_NAME} bytes"
+        raise ValueError(f"{found}; expected {expected}.")
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -252,10 +250,15 @@ def _check_tensor(path: Path, name: str, dtype: str) -> None:
     if len(name) > MAX_NAME or NOT_TEXT.search(name):
         found = f"{path}: a tensor is named {show(name)}..."
         raise ValueError(f"{found}; expected at most {MAX_NAME} printable characters.")
-    if dtype not in READ_DTYPES:
+    check_dtype(path, name, dtype, READ_DTYPES)
+
+
+def check_dtype(path: Path, name: str, dtype: str, known: tuple[str, ...]) -> None:
+    """Raises ValueError for a tensor of a file whose dtype is none of the known ones, by safetensors' names."""
+    if dtype not in known:
+        found = f"{path}: {name} is stored as {dtype}"
         raise ValueError(
-            f"{path}: {name} is stored as {dtype}; expected one of {', '.join(READ_DTYPES)}. Quantized drafters are not"
-            " read: use the original."
+            f"{found}; expected one of {', '.join(known)}. Quantized drafters are not read: use the original."
         )
 
 

@@ -52,12 +52,3 @@ def _evidence(ids: list[int]) -> tuple[str, str] | None:
     if ids[0] == 1:
         return "output", "they start at 1, as the trainers' default does"
     return None
-
-
-def as_output(ids: list[int]) -> list[int]:
-    """Returns boundary ids as output ids. Raises ValueError for boundary 0, the embedding, which no layer returns."""
-    if ids[0] == 0:
-        raise ValueError(
-            f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output, which output ids cannot express."
-        )
-    return [i - 1 for i in ids]

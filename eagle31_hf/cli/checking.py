@@ -66,10 +66,8 @@ def _lines(report: TargetReport) -> list[str]:
         size = f": {drafter.num_parameters:,} parameters, {_size(drafter.num_bytes)}" if drafter.num_bytes else ""
         beside = f" beside the target's {_size(report.num_bytes)}" if drafter.num_bytes and report.num_bytes else ""
         rows += [("drafter", f"{drafter.name}{size}{beside}")]
-        rows += [
-            (f"  {each.name}", f"{'does not fit: ' if each.fits is False else ''}{each.text}")
-            for each in drafter.findings
-        ]
+        for found in drafter.findings:
+            rows += [(f"  {found.name}", f"{'does not fit: ' if found.fits is False else ''}{found.text}")]
     rows += [("verdict", report.verdict)]
     return [f"{name:<17} {text}" for name, text in rows]
 
