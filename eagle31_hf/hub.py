@@ -165,15 +165,11 @@ def described(config: Eagle31Config) -> list[tuple[str, str]]:
 
 
 def _acceptance(measurements: list[dict[str, Any]]) -> str:
-    rows = [
-        (
-            str(m.get("data", "")),
-            str(m["depth"]),
-            f"{m['mean_accepted_length']:.2f}",
-            " ".join(f"{a}/{d}" for a, d in zip(m["accepted_per_position"], m["drafted_per_position"], strict=True)),
-        )
-        for m in measurements
-    ]
+    rows = list[tuple[str, ...]]()
+    for m in measurements:
+        pairs = zip(m["accepted_per_position"], m["drafted_per_position"], strict=True)
+        counts = " ".join(f"{accepted}/{drafted}" for accepted, drafted in pairs)
+        rows.append((str(m.get("data", "")), str(m["depth"]), f"{m['mean_accepted_length']:.2f}", counts))
     note = "Accepted length: tokens per target forward, the target's own included, the prompt's forward excluded."
     return table(("data", "depth", "accepted length", "accepted/drafted by position"), rows) + f"\n\n{note}"
 
@@ -202,15 +198,13 @@ def publish(
     measured = None if report is None else read_report(report)
     if not (folder / "config.json").is_file():
         found = "holds no config.json" if folder.is_dir() else "is no folder"
-        raise OSError(
-            f"{folder}: {found}; expected the folder of a native checkpoint, or of a config with weights_from."
-        )
+        expected = "the folder of a native checkpoint, or of a config with weights_from"
+        raise OSError(f"{folder}: {found}; expected {expected}.")
     before = stamps(folder)
     values = read_json(folder / "config.json")
     if values.get("model_type") != Eagle31Config.model_type:
-        raise ValueError(
-            f"{folder}: config.json says model_type {values.get('model_type')!r}; expected 'eagle31'. Convert it first."
-        )
+        found = f"{folder}: config.json says model_type {values.get('model_type')!r}"
+        raise ValueError(f"{found}; expected 'eagle31'. Convert it first.")
     with unchanged(before, folder):
         files = _files_of(api, folder, values, repo_id)
     if measured is not None:
@@ -271,9 +265,8 @@ def _own_file(folder: Path, name: str) -> Path:
     snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
     blobs = None if snapshots is None else snapshots.parent / "blobs"
     if home not in file.parents and file.parent != blobs:
-        raise ValueError(
-            f"{folder / name}: is a link to {file}, outside the folder; expected a file. Copy it there to publish it."
-        )
+        found = f"{folder / name}: is a link to {file}, outside the folder"
+        raise ValueError(f"{found}; expected a file. Copy it there to publish it.")
     return file
 
 
@@ -323,9 +316,8 @@ def commit(
         options["commit_message"] = said["commit_message"] or "Upload drafter with eagle31_hf"
         made = api.create_commit(repo_id, additions, **options)
     except UPLOAD_ERRORS as error:
-        raise HubError(
-            f"{repo_id}: the upload failed: {first_line(error)} Nothing was committed; run it again to resume."
-        ) from None
+        found = f"{repo_id}: the upload failed: {first_line(error)}"
+        raise HubError(f"{found} Nothing was committed; run it again to resume.") from None
     return made.pr_url or made.commit_url
 
 
@@ -337,9 +329,8 @@ def convert_on_hub(repo_id: str, **options: Any) -> tuple[Checkpoint, str | None
     refuses, ValueError for a local folder, and for a checkpoint that cannot be converted.
     """
     if os.path.isdir(repo_id):
-        raise ValueError(
-            f"{repo_id}: is a local folder; expected a Hub repository. Without a pull request it is converted."
-        )
+        said = f"{repo_id}: is a local folder; expected a Hub repository"
+        raise ValueError(f"{said}. Without a pull request it is converted.")
     _check_repo_id(repo_id)
     hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     overrides = dict(options)

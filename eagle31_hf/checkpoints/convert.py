@@ -161,9 +161,8 @@ def _convert_in_place(folder: Path, overrides: dict[str, Any], convention: str |
             return _convert_alone(folder, overrides, convention, discard)
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if not _is_done(folder, checkpoint) or (discard and (folder / ORIGINAL).exists()):
-        raise PermissionError(
-            f"{folder}: cannot be written to, so it cannot be converted in place; name a destination."
-        )
+        found = f"{folder}: cannot be written to, so it cannot be converted in place"
+        raise PermissionError(f"{found}; name a destination.")
     return checkpoint
 
 
@@ -171,9 +170,8 @@ def _convert_alone(folder: Path, overrides: dict[str, Any], convention: str | No
     before = stamps(folder)
     checkpoint = read_checkpoint(str(folder), overrides, convention)
     if checkpoint.folder != folder:
-        raise ValueError(
-            f"{folder}: its weights are in {checkpoint.folder}; convert that folder, or name a destination."
-        )
+        found = f"{folder}: its weights are in {checkpoint.folder}"
+        raise ValueError(f"{found}; convert that folder, or name a destination.")
     original, staging = folder / ORIGINAL, (folder / STAGED).parent
     for path in (original, staging):
         # through a link, files in another place would be overwritten
@@ -247,15 +245,12 @@ def _check_room(folder: Path, names: set[str]) -> None:
     if RECORD in kept or "config.json" not in kept:
         kept = [name for name in kept if name not in BESIDE_WEIGHTS]
     if kept:
-        raise ValueError(
-            f"{original}: holds {kept}, of an earlier conversion maybe; nothing was changed. Move it away, or"
-            " discard it."
-        )
+        found = f"{original}: holds {kept}, of an earlier conversion maybe"
+        raise ValueError(f"{found}; nothing was changed. Move it away, or discard it.")
     links = sorted(name for name in names if (folder / name).is_symlink())
     if links:
-        raise ValueError(
-            f"{folder / links[0]}: is a link; name a destination, so that what it points to stays where it is."
-        )
+        found = f"{folder / links[0]}: is a link"
+        raise ValueError(f"{found}; name a destination, so that what it points to stays where it is.")
 
 
 def _new_work(folder: Path) -> Path:

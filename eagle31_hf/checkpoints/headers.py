@@ -106,9 +106,8 @@ def _fetch_header(name: str, file: str, folder: Path, hub: Mapping[str, Any]) ->
     except (HfHubHTTPError, OfflineModeIsEnabled):
         raise RangeError from None
     except HUB_ERRORS as error:
-        raise HubError(
-            f"{name}: {file}: the connection to the Hub broke off ({first_line(error)}). Run it again."
-        ) from error
+        found = f"{name}: {file}: the connection to the Hub broke off ({first_line(error)})"
+        raise HubError(f"{found}. Run it again.") from error
     return True
 
 

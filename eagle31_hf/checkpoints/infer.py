@@ -207,10 +207,8 @@ def _add_target_width(fields: dict[str, Any], files: CheckpointFiles, shapes: Sh
     if ids and stated is not None and stated != len(ids):
         raise keys.wrong(source, "num_aux_hidden_states", stated, f"{len(ids)}, as many as there are layer ids: {ids}")
     if not ids and count != 3:
-        raise ValueError(
-            f"{source}: fc.weight reads {count} states, config.json does not say of which layers; pass"
-            " aux_hidden_state_layer_ids=[...]."
-        )
+        found = f"{source}: fc.weight reads {count} states, config.json does not say of which layers"
+        raise ValueError(f"{found}; pass aux_hidden_state_layer_ids=[...].")
     fields["target_hidden_size"] = width
 
 

@@ -38,9 +38,8 @@ def unpickle(path: Path) -> dict[Any, Any]:
     except Exception as error:  # what reads a damaged archive or pickle may fail on it in any way
         text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
         reason = re.split(r"\n| In PyTorch 2\.6|\. Please ", text.strip())[0][:200]  # no advice to load it as code
-        raise ValueError(
-            f"{path}: is not a sound PyTorch file ({type(error).__name__}: {reason}). Download it again."
-        ) from None
+        found = f"{path}: is not a sound PyTorch file ({type(error).__name__}: {reason})"
+        raise ValueError(f"{found}. Download it again.") from None
     if others:
         raise ValueError(
             f"{path}: asks for {', '.join(others[:3])[:200]} when loaded, and was not: plain dense tensors need nothing"

@@ -93,9 +93,8 @@ def _locked(path: Path) -> Iterator[bool]:
                 logger.warning("%s: another process is changing this folder; waiting for it to finish.", path.parent)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            raise OSError(
-                f"{path}: its file system does not lock files ({error.strerror}), so others could interfere. {remedy}"
-            ) from None
+            found = f"{path}: its file system does not lock files ({error.strerror}), so others could interfere"
+            raise OSError(f"{found}. {remedy}") from None
         yield _is_in_place(descriptor, path)
     finally:
         with suppress(OSError):  # closing is not enough: a child forked meanwhile has the descriptor, too
@@ -154,10 +153,9 @@ def unchanged(before: Stamps, source: str | os.PathLike | None, subfolder: str |
     now = stamps(source, subfolder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed:
-        raise FolderChangedError(
-            f"{changed[0]}: was changed while it was read; expected it to stay as it is. Nothing was written; run it"
-            " again."
-        ) from failure
+        found = f"{changed[0]}: was changed while it was read"
+        expected = "it to stay as it is. Nothing was written; run it again"
+        raise FolderChangedError(f"{found}; expected {expected}.") from failure
     if failure is not None:
         raise failure
 

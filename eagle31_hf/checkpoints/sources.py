@@ -75,23 +75,18 @@ def fetch(source: str, name: str, **hub: Any) -> str | None:
             return None
         raise _diagnosed(source, name, hub.get("revision"), error, cause) from error
     except HUB_ERRORS as error:
-        raise HubError(
-            f"{source}: {name}: the download broke off ({first_line(error)}). Run it again to go on."
-        ) from error
+        found = f"{source}: {name}: the download broke off ({first_line(error)})"
+        raise HubError(f"{found}. Run it again to go on.") from error
 
 
 def _diagnosed(source: str, name: str, revision: str | None, error: OSError, cause: BaseException | None) -> OSError:
     """Returns an error in plain words for one that the Hub's client caused, `error` itself for any other."""
-    page = f"{constants.ENDPOINT}/{source}"
+    page, log_in = f"{constants.ENDPOINT}/{source}", "log in with `hf auth login` or set HF_TOKEN."
     if isinstance(cause, GatedRepoError):
-        return OSError(
-            f"{source}: is gated. Ask for access at {page}, then log in with `hf auth login` or set HF_TOKEN."
-        )
+        return OSError(f"{source}: is gated. Ask for access at {page}, then {log_in}")
     if isinstance(cause, RepositoryNotFoundError):
-        return OSError(
-            f"{source}: there is no such folder, and {constants.ENDPOINT} has no such repository, or hides it. Check"
-            " the name; if it is private, log in with `hf auth login` or set HF_TOKEN."
-        )
+        found = f"{source}: there is no such folder, and {constants.ENDPOINT} has no such repository, or hides it"
+        return OSError(f"{found}. Check the name; if it is private, {log_in}")
     if isinstance(cause, RevisionNotFoundError):
         return OSError(f"{source}: has no revision {revision!r}; expected a branch, a tag or a commit of {page}.")
     if isinstance(cause, LocalEntryNotFoundError):

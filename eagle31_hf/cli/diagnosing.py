@@ -42,10 +42,8 @@ def drift(args: argparse.Namespace) -> int:
     if args.depth > MAX_DEPTH:
         raise ValueError(f"--depth is {args.depth}; expected at most {MAX_DEPTH}, the deepest that is drafted.")
     if args.max_new_tokens < args.depth + 2:
-        raise ValueError(
-            f"--max-new-tokens is {args.max_new_tokens}; expected at least {args.depth + 2}, for a chain of"
-            f" {args.depth} between the first token and the bonus token."
-        )
+        why = f"for a chain of {args.depth} between the first token and the bonus token"
+        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; expected at least {args.depth + 2}, {why}.")
     loads = drafters_of(args)
     target, prompts = loaded(args, loads)
     lengths = args.lengths or default_lengths(max(map(len, prompts.ids)), prompts.room, args.max_new_tokens)
