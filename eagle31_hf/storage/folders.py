@@ -51,7 +51,8 @@ def replace_json(path: Path, value: Any) -> None:
 def check_new_folder(destination: Path, remedy: str = "Name another, or remove it.") -> None:
     """Raises ValueError where something is at `destination` already, or in the way to it; `remedy` says what to do
     about it."""
-    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if destination.is_symlink() or (destination.exists() and not is_empty):
         raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
     above = next((parent for parent in destination.parents if parent.exists()), None)
     if above is not None and not above.is_dir():
