@@ -269,9 +269,8 @@ def export_checkpoint(
     else:
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
         checkpoint = read_checkpoint(str(drafter_or_path), options, aux_layer_convention, **hub)
-        config = checkpoint.config
+        config, source = checkpoint.config, checkpoint.source
         tensors = entries(checkpoint)
-        source = checkpoint.source
     try:
         values = engine_config(config, format, target_type)
     except ValueError as error:

@@ -1,6 +1,5 @@
 """Checkpoints read from their headers: of a Hub repository with safetensors nothing large is downloaded."""
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +89,12 @@ def _fetch_header(name: str, file: str, folder: Path, hub: Mapping[str, Any]) ->
     url, token = hf_hub_url(name, file, revision=hub["revision"]), hub["token"]
     try:
         size = get_hf_file_metadata(url, token=token).size
-        (length,) = struct.unpack("<Q", _fetch(url, token, 0, 8))
+        length = int.from_bytes(_fetch(url, token, 0, 8), "little")
         if size is None or not 0 < length <= min(size - 8, MAX_BYTES):
             raise RangeError
         header = _fetch(url, token, 8, length)
         with open(folder / file, "wb") as copy:
-            copy.write(struct.pack("<Q", length) + header)
+            copy.write(length.to_bytes(8, "little") + header)
             copy.truncate(size)
             for start, end in _maps(header, size - 8 - length):
                 copy.seek(8 + length + start)

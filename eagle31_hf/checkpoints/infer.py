@@ -36,10 +36,8 @@ def foreign_config(
     fields = keys.read_fields(files.config, source)
     _check_ambiguous(producer, fields, overrides, source)
     if producer.norm_output_had_two_meanings and fields.get("norm_output") is False:
-        notes.append(
-            "norm_output is false, with which SpecForge before its change #879 scored states without norm, as no engine"
-            " does"
-        )
+        scored = "SpecForge before its change #879 scored states without norm, as no engine does"
+        notes.append(f"norm_output is false, with which {scored}")
     fields |= {name: value for name, value in overrides.items() if name in keys.FLAGS}
     _add_from_tensors(fields, shapes, source, notes)
     if "aux_hidden_state_layer_ids" not in overrides:

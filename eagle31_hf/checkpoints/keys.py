@@ -126,10 +126,9 @@ def rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
     """
     given, scaling = (_object(config, name, source) for name in ("rope_parameters", "rope_scaling"))
     if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(
-            f"{source}: config.json: rope_parameters differ by layer type ({', '.join(given)}); expected one set. "
-            "Pass the one the drafter was trained with, rope_parameters={...}."
-        )
+        found = f"{source}: config.json: rope_parameters differ by layer type ({', '.join(given)})"
+        remedy = "Pass the one the drafter was trained with, rope_parameters={...}."
+        raise ValueError(f"{found}; expected one set. {remedy}")
     rope = dict(scaling or given)
     thetas = [place["rope_theta"] for place in (config, rope, given) if place.get("rope_theta") is not None]
     if not all(isinstance(theta, int | float) and theta > 0 for theta in thetas):

@@ -267,9 +267,8 @@ def _vocabulary_map(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if "t2d" in tensors:
         stored = _load_map(tensors["t2d"]).bool().flatten()
         if not torch.equal(stored, t2d):
-            checkpoint.notes.append(
-                f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids): rebuilt from d2t"
-            )
+            found = f"t2d marks {int(stored.sum())} ids and is not what d2t says ({int(t2d.sum())} ids)"
+            checkpoint.notes.append(f"{found}: rebuilt from d2t")
     return {"d2t": d2t, "t2d": t2d}
 
 

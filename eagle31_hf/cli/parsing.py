@@ -120,9 +120,8 @@ def number(least: float, most: float = math.inf, above: bool = False) -> Callabl
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and least <= value <= most) or (above and value == least):
-            raise argparse.ArgumentTypeError(
-                f"got {text[:40]!r}, expected a number {'above' if above else 'of at least'} {least:g}{upper}"
-            )
+            lower = f"{'above' if above else 'of at least'} {least:g}"
+            raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a number {lower}{upper}")
         return value
 
     return read
@@ -192,10 +191,8 @@ def device(text: str) -> str:
         wanted = torch.device(text)
         if wanted.type == "cpu" or f"{wanted.type}:{wanted.index or 0}" in _accelerators():
             return text
-    devices = " or ".join(["cpu", *_accelerators()])
-    raise argparse.ArgumentTypeError(
-        f"got {text[:40]!r}, expected a device: {devices}, which PyTorch {torch.__version__} finds here"
-    )
+    devices = f"{' or '.join(['cpu', *_accelerators()])}, which PyTorch {torch.__version__} finds here"
+    raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a device: {devices}")
 
 
 def device_map(text: str) -> str:

@@ -44,10 +44,9 @@ def target_for(
             _compare(args, source)
         return outline, source
     if not options.regenerate:
-        raise ValueError(
-            f"{' '.join(args.engine)} gives no hidden states, and no answers are asked for; expected --regenerate too,"
-            " or servers of vLLM that give states (docs/training.md has the line that starts one)."
-        )
+        found = f"{' '.join(args.engine)} gives no hidden states, and no answers are asked for"
+        others = "servers of vLLM that give states (docs/training.md has the line that starts one)"
+        raise ValueError(f"{found}; expected --regenerate too, or {others}.")
     progress(f"the engine gives no hidden states; loading {args.target} for them")
     return load_target(args), None
 
