@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .acceptance import track_acceptance
 from .checkpoints.knobs import AUTO_KNOBS
+from .diagnostics.acceptance import chain_knobs
 from .generation.planning.costs import MAX_DEPTH
 from .modeling import Eagle31DrafterModel
 from .version import __version__
@@ -58,8 +59,7 @@ class Shape:
     @property
     def measured_knobs(self) -> dict[str, Any]:
         """The same, whatever the drafter's own settings are of what a fixed way leaves out."""
-        usual = {"assistant_confidence_threshold": 0.0, "prompt_lookup_num_tokens": 0}
-        return self.knobs if self.is_auto else usual | self.knobs
+        return self.knobs if self.is_auto else chain_knobs(self.depth) | self.knobs
 
     @property
     def name(self) -> str:

@@ -105,8 +105,10 @@ class AcceptanceStudy(Study):
         self._decode_all(conditions)
         found = dict[str, Decoded]()
         for condition in conditions:
-            places = {who: partial(place, label_of(who), condition.name) for who in self._everybody(condition)}
-            rows = {who: [self.journal[at(number)] for number in condition.batches] for who, at in places.items()}
+            rows = {
+                who: [self.journal[place(label_of(who), condition.name, number)] for number in condition.batches]
+                for who in self._everybody(condition)
+            }
             found[condition.name] = Decoded(condition, rows)
         return found
 
@@ -273,37 +275,25 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     its `text`, its `depth` and whether it `is_accepted`."""
     [tokens], [drafts] = found.tokens, found.drafts
     count = found.num_accepted[0] or 0
-    texts, shown = ([_text_of(token, tokenizer) for token in ids] for ids in (tokens, drafts))
     parents = [*range(len(drafts))] if found.parents is None else found.parents[0]
-    return {
-        "accepted": texts[:count],
-        "bonus": texts[count] if len(tokens) > count else None,
-        "drafts": [
-            {"text": shown[node - 1], "depth": depth, "is_accepted": is_accepted}
-            for node, depth, is_accepted in _in_order(drafts, parents, tokens[:count])
-        ],
-    }
+
+    def below(node: int, depth: int, is_on_path: bool) -> Iterator[dict[str, Any]]:
+        """Yields the drafts that follow a node at that depth, each followed by those below it."""
+        for child, token in enumerate(drafts, 1):
+            if parents[child - 1] == node:
+                is_accepted = is_on_path and depth <= count and token == tokens[depth - 1]
+                yield {"text": _text_of(token, tokenizer), "depth": depth, "is_accepted": is_accepted}
+                yield from below(child, depth + 1, is_accepted)
+
+    texts = [_text_of(token, tokenizer) for token in tokens]
+    bonus = texts[count] if len(tokens) > count else None
+    return {"accepted": texts[:count], "bonus": bonus, "drafts": [*below(0, 1, True)]}
 
 
 def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns what a token adds to a text: decoded alone, it may lack the space that it begins with."""
     once, twice = (str(tokenizer.decode([token] * count)) for count in (1, 2))
     return twice[len(once) :] or once
-
-
-def _in_order(drafts: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> list[tuple[int, int, bool]]:
-    """Returns node, depth and whether it was accepted of every draft, each followed by what was drafted after it."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents, 1):
-        children.setdefault(parent, []).append(node)
-    found = list[tuple[int, int, bool]]()
-    left = [(node, 1, True) for node in reversed(children.get(0, []))]
-    while left:
-        node, depth, is_on_path = left.pop()
-        is_accepted = is_on_path and depth <= len(accepted) and drafts[node - 1] == accepted[depth - 1]
-        found.append((node, depth, is_accepted))
-        left += [(child, depth + 1, is_accepted) for child in reversed(children.get(node, []))]
-    return found
 
 
 def rivals(

@@ -71,16 +71,10 @@ def _figures(measured: Measured, drift: Drift, depth: int) -> dict[str, Any]:
 
 def _acceptance(drafters: Sequence[Measured], depth: int) -> Section:
     names = ("drafter", "accepted length", "accepted drafts", "rounds", "tokens")
-    rows = [
-        [
-            one.label,
-            accepted_length(one.plain).shown,
-            accepted_drafts(one.plain).shown,
-            sum(row["rounds"] for row in one.plain),
-            sum(row["tokens"] for row in one.plain),
-        ]
-        for one in drafters
-    ]
+    rows = list[list[Any]]()
+    for one in drafters:
+        sums = [sum(row[name] for row in one.plain) for name in ("rounds", "tokens")]
+        rows.append([one.label, accepted_length(one.plain).shown, accepted_drafts(one.plain).shown, *sums])
     series = [series_of(one.label, acceptance_by_depth(one.plain, depth)) for one in drafters]
     chart = Chart("Acceptance by depth", "depth", "share of drafted tokens", [*range(1, depth + 1)], series)
     return Section(
@@ -95,17 +89,11 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
     longest = max(len(drift.inputs) for drift in drifts.values()) - 1
     names = [*(f"state {i + 1}" for i in range(longest)), "fused", "depth 1", "last depth", "growth"]
     columns = [Column("drafter"), *(Column(name, ".2f") for name in names)]
-    inputs = [
-        [
-            label,
-            *(drift.inputs[i] if i < len(drift.inputs) - 1 else None for i in range(longest)),
-            drift.inputs[-1],
-            drift.states[0],
-            drift.states[-1],
-            drift.growth,
-        ]
-        for label, drift in drifts.items()
-    ]
+    rows = list[list[Any]]()
+    for label, drift in drifts.items():
+        *captured, fused = drift.inputs
+        unread = [None] * (longest - len(captured))
+        rows.append([label, *captured, *unread, fused, drift.states[0], drift.states[-1], drift.growth])
     named = {
         "states": ("Size of the state fed forward", "root mean square"),
         "cosines": ("Cosine between that state and the fused one", "cosine"),
@@ -124,7 +112,7 @@ def _states(drafters: Sequence[Measured], drifts: Mapping[str, Drift]) -> Sectio
             " target would choose, too, after the same drafted tokens, accepted or not."
         ),
         [
-            Table("sizes where a chain begins, and of its states", columns, inputs),
+            Table("sizes where a chain begins, and of its states", columns, rows),
             *(chart.table(chart.title) for chart in charts),
         ],
         charts,

@@ -77,7 +77,7 @@ def files_of(chart: Chart | HeatMap, forms: tuple[str, ...] = ("svg", "png")) ->
 def _draw_lines(axes: Any, chart: Chart) -> None:
     if chart.is_stacked:
         labels = [_label(series.label) for series in chart.series]
-        parts = _numbers([series.y for series in chart.series])
+        parts = np.array([series.y for series in chart.series], dtype=float)
         drawn = axes.stackplot(chart.x, *parts, labels=labels, colors=COLOURS, alpha=0.8)
         for area, hatch in zip(drawn, HATCHES, strict=False):
             area.set_hatch(hatch)
@@ -85,9 +85,9 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
     else:
         for i, series in enumerate(chart.series):
             look: Any = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-            axes.plot(chart.x, _numbers(series.y), label=_label(series.label), **look)
+            axes.plot(chart.x, np.array(series.y, dtype=float), label=_label(series.label), **look)
             if series.low is not None and series.high is not None:
-                low, high = _numbers([series.low, series.high])
+                low, high = np.array([series.low, series.high], dtype=float)
                 axes.fill_between(chart.x, low, high, color=look["color"], alpha=0.2, linewidth=0)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         axes.grid(alpha=0.3)
@@ -98,7 +98,8 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
 
 
 def _draw_heat(figure: Any, axes: Any, chart: HeatMap) -> None:
-    image = axes.imshow(_numbers(chart.values), aspect="auto", cmap="cividis", vmin=0, interpolation="nearest")
+    values = np.array(chart.values, dtype=float)
+    image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, interpolation="nearest")
     for labels, place in ((chart.columns, axes.set_xticks), (chart.rows, axes.set_yticks)):
         step = math.ceil(len(labels) / NUM_TICKS)
         place(range(0, len(labels), step), labels[::step])
@@ -110,8 +111,3 @@ def _label(text: str) -> str:
     """Returns a label as it is shown: of one that begins with an underscore matplotlib makes none, and with a control
     character an SVG is no XML."""
     return printable(f"\u200b{text}" if text.startswith("_") else text)
-
-
-def _numbers(values: Any) -> Any:
-    """Returns lists of figures as an array; None is no number."""
-    return np.array(values, dtype=float)

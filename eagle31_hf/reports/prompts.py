@@ -169,21 +169,20 @@ class Renderer:
         that it does not read."""
         if source.images and self.images.why_not is not None:
             raise Skipped("holds more than text", f"a chat holds an image; {self.images.why_not}")
-        ids = self._ids(source)
+        if source.ids is not None:
+            ids = source.ids
+        elif source.chat is None:
+            ids = self.plain(source.words)[: self.num_tokens]
+        elif source.images:
+            ids = self.with_pixels(source.chat)[0]
+        elif self.tokenizer.chat_template is not None:
+            ids = self.templated(source.chat)
+        else:
+            ids = self.plain(source.words)
         if not len(ids) or source.text == "":
             raise Skipped(EMPTY)
         check_ids(ids, self.vocab_size)
         return ids
-
-    def _ids(self, source: Source) -> Tensor:
-        if source.ids is not None:
-            return source.ids
-        if source.chat is not None and source.images:
-            return self.with_pixels(source.chat)[0]
-        if source.chat is not None and self.tokenizer.chat_template is not None:
-            return self.templated(source.chat)
-        ids = self.plain(source.words)
-        return ids if source.chat is not None else ids[: self.num_tokens]
 
     def with_pixels(self, chat: Chat) -> tuple[Tensor, Pixels]:
         """Returns the ids (T,) of a chat with images as serving renders it, and what the target reads besides."""

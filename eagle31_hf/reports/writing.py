@@ -72,46 +72,36 @@ def write_report(folder: Path, report: Report, names: str) -> list[Path]:
         (section.title, chart) for section in report.sections for chart in (*section.charts, *section.heat_maps)
     ]
     drawn = {id(chart): plots.files_of(chart) for _, chart in charts}
-    written = [folder / "report.json"]
-    replace_json(written[0], finite(report.as_dict()))
+    replace_json(folder / "report.json", finite(report.as_dict()))
     html = page(report, names, lambda chart: drawn[id(chart)]["svg"])
-    for name, text in (("report.md", markdown(report)), ("report.html", html)):
-        written.append(_replace(folder / name, text.encode()))
+    files = {folder / "report.md": markdown(report).encode(), folder / "report.html": html.encode()}
     for i, (title, chart) in enumerate(charts):
         name = re.sub(r"\W+", "-", f"{i:02} {title} {chart.title}".lower()).strip("-")
         stem = name.encode()[:LONGEST].decode(errors="ignore")
-        written += [_replace(pictures / f"{stem}.{form}", file) for form, file in drawn[id(chart)].items()]
-    return written
-
-
-def _replace(path: Path, data: bytes) -> Path:
-    with replacing(path) as staged:
-        staged.write_bytes(data)
-    return path
+        files |= {pictures / f"{stem}.{form}": file for form, file in drawn[id(chart)].items()}
+    for path, data in files.items():
+        with replacing(path) as staged:
+            staged.write_bytes(data)
+    return [folder / "report.json", *files]
 
 
 def page(report: Report, names: str, svg_of: Callable[[Chart | HeatMap], bytes]) -> str:
     """Returns the page; `names`: whose report it is; `svg_of`: a chart's SVG file."""
     import jinja2  # which torch brings, but not every vendor's build of it
+    from markupsafe import Markup, escape
+
+    def words(text: str) -> Any:
+        """Returns text whose parts in backticks are marked as code."""
+        return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
+
+    def picture(chart: Chart | HeatMap, prefix: str) -> Any:
+        """Returns the chart as an element that screen readers announce by its title; its figures are in the tables."""
+        name = escape(f"{chart.title}: {chart.y_label} by {chart.x_label}")
+        drawn = plots.svg(svg_of(chart), prefix)
+        return Markup(drawn.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1))
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    picture, quoted = partial(_picture, svg_of), partial(json.dumps, ensure_ascii=False)
-    shown = template.render(report=report, names=names, marks=MARKS, picture=picture, words=_words, quoted=quoted)
+    quoted = partial(json.dumps, ensure_ascii=False)
+    shown = template.render(report=report, names=names, marks=MARKS, picture=picture, words=words, quoted=quoted)
     return f"{shown}\n"
-
-
-def _words(text: str) -> Any:
-    """Returns text whose parts in backticks are marked as code."""
-    from markupsafe import Markup, escape
-
-    return Markup(CODE.sub(r"<code>\1</code>", str(escape(text))))
-
-
-def _picture(svg_of: Callable[[Chart | HeatMap], bytes], chart: Chart | HeatMap, prefix: str) -> Any:
-    """Returns the chart as an element that screen readers announce by its title; its figures are in the tables."""
-    from markupsafe import Markup, escape
-
-    name = escape(f"{chart.title}: {chart.y_label} by {chart.x_label}")
-    drawn = plots.svg(svg_of(chart), prefix).replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
-    return Markup(drawn)
