@@ -294,7 +294,12 @@ class PlainEvents:
         body = json.dumps(event).encode()
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        await self.app({**scope, "headers": headers}, _receiving(body, receive), send)
+        left = [{"type": "http.request", "body": body}]
+
+        async def receiving() -> Any:
+            return left.pop() if left else await receive()
+
+        await self.app({**scope, "headers": headers}, receiving, send)
 
     def event(self, body: bytes) -> dict[str, Any] | None:
         """Returns an event of the page, of the fields that it has, None for anything else."""
@@ -318,16 +323,6 @@ class PlainEvents:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
-
-
-def _receiving(body: bytes, receive: Any) -> Any:
-    """Returns an ASGI `receive` that gives a body, then what `receive` gives."""
-    left = [{"type": "http.request", "body": body}]
-
-    async def receiving() -> Any:
-        return left.pop() if left else await receive()
-
-    return receiving
 
 
 class Listener:

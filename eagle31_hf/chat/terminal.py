@@ -106,11 +106,15 @@ class TerminalChat:
             if line.strip():
                 self.answer(lambda show, stop: self.conversation.ask(line, show, stop))
             return
-        name, *words = split(line)
+        try:
+            name, *words = shlex.split(line)  # a word with spaces stands in quotation marks
+        except ValueError:
+            raise ValueError(f"{line.split()[0]}: a quotation mark is not closed; expected two of them.") from None
         if name not in COMMANDS:
             raise ValueError(f"{name}: there is no such command; expected one of {' '.join(COMMANDS)} /exit.")
         command = COMMANDS[name]
-        if not command.takes(len(words)):
+        most = command.usage.split()
+        if not sum(not word.startswith("[") for word in most) <= len(words) <= len(most):
             raise ValueError(f"{name}: got {len(words)} words after it; expected {name} {command.usage}".rstrip() + ".")
         command.run(self, *words)
 
@@ -191,11 +195,6 @@ class Command:
     usage: str
     meaning: str
 
-    def takes(self, count: int) -> bool:
-        """Returns whether so many words may stand after its name."""
-        words = self.usage.split()
-        return sum(not word.startswith("[") for word in words) <= count <= len(words)
-
 
 COMMANDS = {
     "/compare": Command(TerminalChat.compare, "", "the last answer again, by the target alone: as fast? the same?"),
@@ -207,15 +206,6 @@ COMMANDS = {
     "/clear": Command(TerminalChat.clear, "", "forget what was said"),
     "/help": Command(TerminalChat.help, "", "this list"),
 }
-
-
-def split(line: str) -> list[str]:
-    """Returns the words of a command; a word with spaces stands in quotation marks. Raises ValueError where these are
-    not closed."""
-    try:
-        return shlex.split(line)
-    except ValueError:
-        raise ValueError(f"{line.split()[0]}: a quotation mark is not closed; expected two of them.") from None
 
 
 def number(word: str, command: str, least: int, most: int) -> int:

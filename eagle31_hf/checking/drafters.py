@@ -93,7 +93,14 @@ def _findings(config: Eagle31Config, source: TargetSource, draft_ids: Tensor | N
     if source.model_class is None:
         return
     yield Finding(FITS, *_fits(config, source.outline))
-    yield Finding("ends", None, _ends(source.decoder, draft_ids))
+    ends = getattr(source.decoder, "eos_token_id", None)
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    text = "it can propose what ends a text"
+    if not ends:
+        text = "the target's config names no token that ends a text"
+    elif draft_ids is not None and not set(ends) & set(draft_ids.tolist()):
+        text = f"it never proposes the target's end of text ({ends}): the last token of a text is the target's own"
+    yield Finding("ends", None, text)
     longest, its = config.max_position_embeddings, getattr(source.decoder, "max_position_embeddings", None)
     text = f"made for texts of {longest:,} tokens"
     if type(its) is int and longest < its:
@@ -116,14 +123,3 @@ def _fits(config: Eagle31Config, target: Any) -> tuple[bool | None, str]:
         return None, f"not known: {named(error)}"
     rows, drafted = shape_of(target.get_input_embeddings())[0], config.draft_vocab_size
     return True, f"reads hidden_states {ids} of the target's 0 to {num_layers}, proposes {drafted:,} of {rows:,} ids"
-
-
-def _ends(decoder: Any, draft_ids: Tensor | None) -> str:
-    """The line on the tokens that end a text, which a pruned draft vocabulary may lack."""
-    ends = getattr(decoder, "eos_token_id", None)
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if not ends:
-        return "the target's config names no token that ends a text"
-    if draft_ids is not None and not set(ends) & set(draft_ids.tolist()):
-        return f"it never proposes the target's end of text ({ends}): the last token of a text is the target's own"
-    return "it can propose what ends a text"

@@ -186,7 +186,10 @@ class Trial:
             alone = target.generate(**self._prompt(), **GREEDY | LOGITS | {"max_new_tokens": KNOWN_TOKENS})
         except Exception as error:  # as in `build_tiny`
             raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
-        self.text, self.keeps_cache = alone.sequences, is_kept(cache_in(alone))
+        self.text, cache = alone.sequences, cache_in(alone)
+        self.keeps_cache = cache is not None  # one of a class of the model's own is taken to hold something
+        if type(cache) is DynamicCache:  # recurrent layers do not say whether they do
+            self.keeps_cache = any(getattr(layer, "is_initialized", True) for layer in cache.layers)
         with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)
 
@@ -275,12 +278,3 @@ class Trial:
         if gradients and all(gradient.isfinite().all() for gradient in gradients):
             return WORKS, "a first step has a loss and finite gradients"
         return DIFFERENT, "the gradients of a first step are not finite"
-
-
-def is_kept(kept: Any) -> bool:
-    """Returns True where the cache that `generate` returned holds anything. One of a class of the model's own is taken
-    to."""
-    if type(kept) is not DynamicCache:
-        return kept is not None
-    # recurrent layers do not say
-    return any(getattr(layer, "is_initialized", True) for layer in kept.layers)

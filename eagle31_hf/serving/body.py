@@ -67,7 +67,13 @@ def checked(route: str, body: dict[str, Any], served: Served) -> dict[str, Any]:
     fields = FIELDS[route]
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        _check_field(name, value, route)
+        if name in fields:
+            expect(fields[name].holds(value), value, fields[name].expected, name)
+        elif name in ONLY_DEFAULT:
+            is_usual = any(value == usual and type(value) is type(usual) for usual in ONLY_DEFAULT[name])
+            expect(is_usual, value, f"{' or '.join(map(shown, ONLY_DEFAULT[name]))}: nothing else is served", name)
+        elif name not in IGNORED:
+            raise RequestError(f"{shown(name)} is no field of {route}; expected some of {', '.join(fields)}.", name)
     for name in REQUIRED:
         if name in fields and name not in given:
             raise RequestError(f"{name} is missing; expected {fields[name].expected}.", name)
@@ -86,18 +92,6 @@ def checked(route: str, body: dict[str, Any], served: Served) -> dict[str, Any]:
     if why is not None:
         raise RequestError(f"the request {why}", code="context_length_exceeded")
     return {"stream": False, **read}
-
-
-def _check_field(name: str, value: Any, route: str) -> None:
-    """Raises RequestError for a field that there is not, and for a value that it cannot have."""
-    fields = FIELDS[route]
-    if name in fields:
-        expect(fields[name].holds(value), value, fields[name].expected, name)
-    elif name in ONLY_DEFAULT:
-        is_usual = any(value == usual and type(value) is type(usual) for usual in ONLY_DEFAULT[name])
-        expect(is_usual, value, f"{' or '.join(map(shown, ONLY_DEFAULT[name]))}: nothing else is served", name)
-    elif name not in IGNORED:
-        raise RequestError(f"{shown(name)} is no field of {route}; expected some of {', '.join(fields)}.", name)
 
 
 def _texts(body: dict[str, Any]) -> Iterator[str]:
@@ -122,35 +116,30 @@ def _texts(body: dict[str, Any]) -> Iterator[str]:
 
 def _generation_config(text: str, served: Served) -> str:
     """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs, in which
-    null stands for what is as it always is."""
-    values = _object(text, CONFIG, "an object", CONFIG)
-    given = {
-        name: value for name, value in values.items() if value not in (None, []) and name != "transformers_version"
-    }
-    for name, value in given.items():
-        _check_argument(name, value, served)
-    given = {name: float(value) if GENERATION[name].is_real else value for name, value in given.items()}
+    null stands for what is as it always is. Raises RequestError for an argument that a client may not give, or not with
+    this value."""
+    given = dict[str, Any]()
+    for name, value in _object(text, CONFIG, "an object", CONFIG).items():
+        if value in (None, []) or name == "transformers_version":
+            continue
+        if name not in GENERATION:
+            raise RequestError(f"{CONFIG} has {shown(name)}; expected some of {', '.join(GENERATION)}.", CONFIG)
+        expect(GENERATION[name].holds(value), value, GENERATION[name].expected, f"{CONFIG}.{name}", CONFIG)
+        if name.endswith(("_token_id", "_tokens")) and not name.endswith("_new_tokens"):
+            _check_ids(name, value if isinstance(value, list) else [value], served)
+        given[name] = float(value) if GENERATION[name].is_real else value
     if given.get("temperature", 1) < LEAST_TEMPERATURE:
-        given = {name: value for name, value in given.items() if name != "temperature"} | {"do_sample": False}
+        del given["temperature"]
+        given["do_sample"] = False
     return json.dumps(given)
 
 
-def _check_argument(name: str, value: Any, served: Served) -> None:
-    """Raises RequestError for an argument of generate() that a client may not give, or not with this value."""
-    if name not in GENERATION:
-        raise RequestError(f"{CONFIG} has {shown(name)}; expected some of {', '.join(GENERATION)}.", CONFIG)
-    expect(GENERATION[name].holds(value), value, GENERATION[name].expected, f"{CONFIG}.{name}", CONFIG)
-    if not name.endswith(("_token_id", "_tokens")) or name.endswith("_new_tokens"):
-        return
-    ids = value if isinstance(value, list) else [value]
+def _check_ids(name: str, ids: list[int], served: Served) -> None:
+    """Raises RequestError for token ids that the target does not have, and for too many of them."""
     if max(ids) >= served.vocab_size:
         raise RequestError(f"{CONFIG}.{name} has {max(ids)}; expected ids below {served.vocab_size}.", CONFIG)
     if len(set(ids)) > served.vocab_size // 4:  # where none is left to choose, sampling fails, and a GPU for good
         raise RequestError(f"{CONFIG}.{name} has {len(set(ids))} ids; expected a quarter of all at most.", CONFIG)
-
-
-def _temperature(value: float, served: Served) -> float:
-    return float(value) if value >= LEAST_TEMPERATURE else 0.0
 
 
 def _logit_bias(values: dict[str, float], served: Served) -> dict[str, float] | None:
@@ -190,7 +179,7 @@ CONVERTERS: dict[str, Callable[[Any, Served], Any]] = {
     "input": lambda value, served: checked_input(value, served.reads_images),
     "tools": lambda value, served: checked_tools(value),
     CONFIG: _generation_config,
-    "temperature": _temperature,
+    "temperature": lambda value, served: float(value) if value >= LEAST_TEMPERATURE else 0.0,
     "stop": lambda value, served: value or None,
     "logit_bias": _logit_bias,
     TEMPLATE_OPTIONS: _template_options,

@@ -76,11 +76,6 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and 0 < len(value) <= MOST_ITEMS and all(is_integer(id) and id >= 0 for id in value)
 
 
-def is_end(value: Any) -> bool:
-    """Returns whether a value names the tokens that end a text: an id, -1 for none, or several ids."""
-    return (is_integer(value) and -1 <= value < 2**31) or is_token_ids(value)
-
-
 YES_OR_NO = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text", lambda value: isinstance(value, str))
 TOKENS = integer(1, 2**31 - 1)
@@ -181,7 +176,10 @@ GENERATION: dict[str, Rule] = {
     "max_new_tokens": TOKENS,
     "min_new_tokens": integer(0, 2**31 - 1),
     "stop_strings": STOP,
-    "eos_token_id": Rule("a token id, -1 for none, or a list of ids", is_end),
+    "eos_token_id": Rule(
+        "a token id, -1 for none, or a list of ids",
+        lambda value: (is_integer(value) and -1 <= value < 2**31) or is_token_ids(value),
+    ),
     "bos_token_id": integer(0, 2**31 - 1),
     "pad_token_id": integer(0, 2**31 - 1),
     "suppress_tokens": Rule("a list of token ids", is_token_ids),

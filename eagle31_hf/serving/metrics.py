@@ -65,16 +65,10 @@ class Metrics:
         """Returns all counts in Prometheus' text format."""
         with self._lock:
             counts, by_position = dict(self._counts), [*self._by_position]
+        found = [(name, meaning, {"": counts[name]}) for name, meaning in COUNTERS]
+        found.append((*BY_POSITION, {f'{{position="{i}"}}': count for i, count in enumerate(by_position)}))
         lines = list[str]()
-        for name, meaning in COUNTERS:
-            lines += [*_head(name, meaning), f"eagle31:{name}_total {counts[name]:.15g}"]
-        lines += _head(*BY_POSITION)
-        lines += [
-            f'eagle31:{BY_POSITION[0]}_total{{position="{position}"}} {count}'
-            for position, count in enumerate(by_position)
-        ]
+        for name, meaning, values in found:
+            lines += [f"# HELP eagle31:{name}_total {meaning}", f"# TYPE eagle31:{name}_total counter"]
+            lines += [f"eagle31:{name}_total{label} {count:.15g}" for label, count in values.items()]
         return "\n".join(lines) + "\n"
-
-
-def _head(name: str, meaning: str) -> list[str]:
-    return [f"# HELP eagle31:{name}_total {meaning}", f"# TYPE eagle31:{name}_total counter"]

@@ -73,13 +73,13 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # before it is accepted: an answer of 403
             return
-        answer, refusal = _Answer(send, self.headers), self.refusal(scope)
+        exchange, refusal = _Exchange(receive, send, self.headers), self.refusal(scope)
         if refusal is not None:
-            await answer.refuse(refusal)
+            await exchange.refuse(refusal)
             return
         self._num_inside += 1
         try:
-            await self.app(scope, _limited(receive, answer), answer.send)
+            await self.app(scope, exchange.receive, exchange.send)
         finally:
             self._num_inside -= 1
 
@@ -95,7 +95,8 @@ class Gate:
         if not self._is_allowed_host(host):
             message = f"Host is {show(host)}; expected a name or an address of this server (--allowed-host)."
             return error_response(403, message, code="host_not_allowed")
-        if origin is not None and not self.any_origin and not _is_same(origin, host):
+        its_pages = [f"{scheme}://{host.lower()}" for scheme in ("http", "https")]
+        if origin is not None and not self.any_origin and origin.lower() not in its_pages:
             message = f"a page of {show(origin)} asks; expected one of this server. Is a proxy to pass Host on?"
             return error_response(403, message, code="origin_not_allowed")
         if not self.has_route(scope["method"], scope["path"]):
@@ -122,17 +123,29 @@ class Gate:
         return True
 
 
-class _Answer:
-    """The answer to a request, with headers that stand on every one."""
+class _Exchange:
+    """A request and its answer, which has headers that stand on every one."""
 
-    def __init__(self, send: Any, headers: list[tuple[bytes, bytes]]):
+    def __init__(self, receive: Any, send: Any, headers: list[tuple[bytes, bytes]]):
+        self._receive = receive
         self._send = send
         self._headers = headers
+        self._length = 0  # bytes of the body that have come
         self._has_begun = False
         self._is_refused = False
 
+    async def receive(self) -> Any:
+        """Receives a part of the request, as ASGI's `receive`. Refuses it once MAX_BODY bytes have come, whatever its
+        headers say; the application then sees a disconnect."""
+        message = await self._receive()
+        self._length += len(message.get("body", b""))
+        if self._length <= MAX_BODY:
+            return message
+        await self.refuse(TOO_LONG)
+        return {"type": "http.disconnect"}
+
     async def send(self, message: Any) -> None:
-        """Sends a part of it, as ASGI's `send`; nothing once the request has been refused."""
+        """Sends a part of the answer, as ASGI's `send`; nothing once the request has been refused."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -145,29 +158,6 @@ class _Answer:
         if not self._has_begun:
             await refusal({"type": "http"}, None, self.send)
         self._is_refused = True
-
-
-def _limited(receive: Any, answer: _Answer) -> Any:
-    """Returns an ASGI `receive` that refuses a request once MAX_BODY bytes have come, whatever its headers say; the
-    application then sees a disconnect."""
-    length = 0
-
-    async def receiving() -> Any:
-        nonlocal length
-        message = await receive()
-        length += len(message.get("body", b""))
-        if length <= MAX_BODY:
-            return message
-        await answer.refuse(TOO_LONG)
-        return {"type": "http.disconnect"}
-
-    return receiving
-
-
-def _is_same(origin: str, host: str) -> bool:
-    """Returns whether a page of this origin came from the server that is asked."""
-    scheme, sign, rest = origin.lower().partition("://")
-    return bool(sign) and scheme in ("http", "https") and rest == host.lower()
 
 
 def _has_key(headers: dict[bytes, str], key: str) -> bool:
