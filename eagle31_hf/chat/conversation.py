@@ -104,6 +104,7 @@ class _StopError(Exception):
     """Ends generate(): the answer was asked to stop."""
 
 
+@dataclass(eq=False)
 class Conversation:
     """Messages of a user and the target's answers.
 
@@ -118,25 +119,16 @@ class Conversation:
     for one answer: set before the answer is begun, it ends it after the first round or piece.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: Eagle31DrafterModel,
-        knobs: dict[str, Any],
-        options: dict[str, Any],
-        template_options: dict[str, Any],
-        system: str | None = None,
-        prefix_cache: PrefixCache | None = None,
-    ):
-        self.target = target
-        self.tokenizer = tokenizer
-        self.drafter = drafter
-        self.knobs = knobs
-        self.options = options
-        self.template_options = template_options
-        self.system = system
-        self.prefix_cache = PrefixCache(target) if prefix_cache is None else prefix_cache
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Eagle31DrafterModel
+    knobs: dict[str, Any]
+    options: dict[str, Any]
+    template_options: dict[str, Any]
+    system: str | None
+    prefix_cache: PrefixCache
+
+    def __post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -163,12 +155,12 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
 
-    def answer_again(self, show: Show, stop: threading.Event, with_drafter: bool) -> Answer:
-        """Has the last words answered once more; the conversation keeps the answer that it has. Raises ValueError where
-        nothing was asked."""
+    def answer_alone(self, show: Show, stop: threading.Event) -> Answer:
+        """Has the target alone answer the last words once more; the conversation keeps the answer that it has. Raises
+        ValueError where nothing was asked."""
         if not self.answers:
             raise ValueError("nothing has been asked yet; expected a question before it.")
-        return self.generate_answer(self.messages[:-1], show, stop, with_drafter)
+        return self.generate_answer(self.messages[:-1], show, stop, with_drafter=False)
 
     def generate_answer(
         self, messages: list[dict[str, str]], show: Show, stop: threading.Event, with_drafter: bool = True

@@ -159,11 +159,7 @@ class Page:
     def compare(self, visitor: dict) -> Iterator[tuple]:
         """Answers the last words by the target alone, and says what the drafter gained."""
         conversation = self.conversation_of(visitor)
-
-        def work(show: Show, stop: threading.Event) -> Answer:
-            return conversation.answer_again(show, stop, with_drafter=False)
-
-        for pieces, line in self._rounds(visitor, work, conversation.describe_speedup):
+        for pieces, line in self._rounds(visitor, conversation.answer_alone, conversation.describe_speedup):
             if self.conversation_of(visitor) is not conversation:
                 return
             yield gr.skip(), tokens_html(pieces), f"By the target alone: {line}"

@@ -134,7 +134,7 @@ class TerminalChat:
     def compare(self) -> None:
         """Answers the last words by the target alone, and says what the drafter gained."""
         self.screen.say("by the target alone:")
-        alone = self.answer(lambda show, stop: self.conversation.answer_again(show, stop, with_drafter=False))
+        alone = self.answer(self.conversation.answer_alone)
         self.screen.say(self.conversation.describe_speedup(alone))
 
     def depth(self, word: str) -> None:

@@ -198,40 +198,30 @@ def _contexts(drafters: Sequence[Measured]) -> Section:
 
 def findings_of(measured: Measured, depth: int) -> list[Finding]:
     """Returns what is to be said of a drafter, the worst first."""
-    drift = drift_of(measured.plain)
-    found = [*_of_states(measured, drift), *_of_attention(measured, drift), *_of_depth(measured, depth)]
-    found += _of_context(measured)
-    order = (WARNING, NOTE, GOOD)
-    return sorted(found, key=lambda finding: order.index(finding.level))
-
-
-def _of_states(measured: Measured, drift: Drift) -> Iterator[Finding]:
+    label, drift, found = measured.label, drift_of(measured.plain), list[Finding]()
     length, steps = accepted_length(measured.plain).shown, f"{drift.growth:.2f}x over {len(drift.states)} steps"
     if drift.growth < GROWTH:
-        yield Finding(GOOD, f"{measured.label}: accepted length {length}; the state does not grow ({steps}).")
+        found.append(Finding(GOOD, f"{label}: accepted length {length}; the state does not grow ({steps})."))
     else:
-        said = f"{measured.label}: accepted length {length}; the state grows {steps}."
-        yield Finding(WARNING, said, "" if measured.config.norm_output else UPGRADE)
-
-
-def _of_attention(measured: Measured, drift: Drift) -> Iterator[Finding]:
-    """Says from which depth on the drafter attends to its own tokens more than to the prompt."""
+        said = f"{label}: accepted length {length}; the state grows {steps}."
+        found.append(Finding(WARNING, said, "" if measured.config.norm_output else UPGRADE))
+    # from which depth on does it attend to its own tokens more than to the prompt?
     prompt, made = KINDS.index("prompt"), KINDS.index("self")
     left = next((k for k, masses in enumerate(drift.masses, 1) if masses[made] > masses[prompt]), None)
     if left is not None:
         most = f"{drift.masses[-1][made]:.0%} of layer 0's attention at depth {len(drift.masses)}"
-        said = f"{measured.label}: from depth {left} on it attends to its own tokens ({most}) more than to the prompt."
-        yield Finding(NOTE, said)
-
-
-def _of_depth(measured: Measured, depth: int) -> Iterator[Finding]:
-    """Says which depths are hardly ever accepted."""
+        said = f"{label}: from depth {left} on it attends to its own tokens ({most}) more than to the prompt."
+        found.append(Finding(NOTE, said))
+    # which depths are hardly ever accepted?
     rates = [figure.value or 0.0 for figure in acceptance_by_depth(measured.plain, depth)]
     useful = next((k for k, rate in enumerate(rates) if rate < LEAST_ACCEPTED), depth)
     if useful < depth:
-        said = f"{measured.label}: fewer than one round in {1 / LEAST_ACCEPTED:.0f} accepts depth {useful + 1} or more."
+        said = f"{label}: fewer than one round in {1 / LEAST_ACCEPTED:.0f} accepts depth {useful + 1} or more."
         remedy = f"Draft at most {useful} deep (`num_assistant_tokens={useful}`)." if useful else "It does not fit."
-        yield Finding(NOTE if useful else WARNING, said, remedy)
+        found.append(Finding(NOTE if useful else WARNING, said, remedy))
+    found += _of_context(measured)
+    order = (WARNING, NOTE, GOOD)
+    return sorted(found, key=lambda finding: order.index(finding.level))
 
 
 def _of_context(measured: Measured) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from functools import cache
 
 from eagle31_hf import demo
+from eagle31_hf.cache.prefix_cache import PrefixCache
 from eagle31_hf.chat.conversation import Conversation
 
 TEMPLATE = (
@@ -21,4 +22,4 @@ def conversation(template: str | None = TEMPLATE, knobs=None, system=None, **tem
     tokenizer.chat_template = template
     options = {"max_new_tokens": 24, "do_sample": False}
     knobs = {"num_assistant_tokens": 4} if knobs is None else knobs
-    return Conversation(target, tokenizer, drafter, knobs, options, template_options, system)
+    return Conversation(target, tokenizer, drafter, knobs, options, template_options, system, PrefixCache(target))

@@ -127,9 +127,9 @@ def test_without_a_template_the_text_goes_on():
 def test_once_more_by_the_target_alone():
     chat = conversation()
     with pytest.raises(ValueError, match="nothing has been asked"):
-        chat.answer_again(silent, Event(), with_drafter=False)
+        chat.answer_alone(silent, Event())
     answer = chat.ask(WORDS, silent, Event())
-    again = chat.answer_again(silent, Event(), with_drafter=False)
+    again = chat.answer_alone(silent, Event())
     assert again.ids == answer.ids
     assert again.text == answer.text
     assert (again.figures.drafted, again.figures.accepted) == (0, 0)
@@ -146,11 +146,11 @@ def test_a_stopped_answer_keeps_what_was_told_and_the_next_one_is_right(with_dra
         if figures.tokens > 6:
             stop.set()
 
-    stopped = chat.answer_again(show, stop, with_drafter)
+    stopped = chat.generate_answer(chat.messages[:-1], show, stop, with_drafter)
     assert stopped.was_stopped
     assert 6 < len(stopped.ids) < len(whole.ids)
     assert stopped.ids == whole.ids[: len(stopped.ids)]
-    assert chat.answer_again(silent, Event(), with_drafter).ids == whole.ids
+    assert chat.generate_answer(chat.messages[:-1], silent, Event(), with_drafter).ids == whole.ids
 
 
 def test_a_stop_before_an_answer_is_begun_counts():
