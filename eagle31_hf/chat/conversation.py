@@ -136,11 +136,6 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.answers = list[Answer]()
 
-    @property
-    def has_template(self) -> bool:
-        """True where the target's tokenizer has a chat template."""
-        return self.tokenizer.chat_template is not None
-
     def ask(self, words: str, show: Show, stop: threading.Event) -> Answer:
         """Says words to the target, and returns its answer. Raises ValueError where they are no text, or the target's
         context has no room for them and an answer. After any error the words are no part of the conversation."""
@@ -230,7 +225,7 @@ class Conversation:
         why = why_too_long(sum(len(message["content"]) for message in messages), context_of(self.target))
         if why is not None:
             raise ValueError(f"the conversation {why}")
-        if not self.has_template:
+        if self.tokenizer.chat_template is None:
             # nothing between them: the answer has gone on where the words before it ended
             text = "".join(message["content"] for message in messages)
             return torch.tensor([self.tokenizer(text)["input_ids"]], dtype=torch.long)
@@ -254,8 +249,8 @@ class Conversation:
             for message in messages
         ]
 
-    def record(self) -> dict[str, Any]:
-        """Returns the conversation for JSON: its messages, each answer with its pieces, its figures and how it was
+    def as_json(self) -> str:
+        """Returns the conversation as JSON: its messages, each answer with its pieces, its figures and how it was
         drafted, and the other arguments of generate()."""
         answers = iter(self.answers)
         turns = []
@@ -267,11 +262,8 @@ class Conversation:
                 turn |= {"figures": answer.figures.as_dict(), "drafting": answer.drafting, "pieces": pieces}
                 turn["was_stopped"] = answer.was_stopped
             turns.append(turn)
-        return {"messages": turns, "generation": self.options}
-
-    def as_json(self) -> str:
-        """Returns its record as text."""
-        return json.dumps(self.record(), indent=2, ensure_ascii=False, default=str)
+        record = {"messages": turns, "generation": self.options}
+        return json.dumps(record, indent=2, ensure_ascii=False, default=str)
 
 
 def check_text(words: str) -> None:

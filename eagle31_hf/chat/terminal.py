@@ -85,7 +85,7 @@ class TerminalChat:
     def run(self) -> None:
         """Goes on until /exit or the end of the input."""
         self.screen.say("Say something, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat.")
-        if not self.conversation.has_template:
+        if self.conversation.tokenizer.chat_template is None:
             self.screen.say("The target has no chat template: it goes on with the text of all that was said.")
         while True:
             try:

@@ -26,8 +26,6 @@ from .trial import (
     build_tiny,
 )
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class TargetReport:
@@ -79,7 +77,7 @@ def check_target(
     drafter_revision: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     aux_layer_convention: str | None = None,
-    progress: Progress = lambda message: None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> TargetReport:
     """Says what will work with a target, before its weights are downloaded, and whether a drafter fits it.
 

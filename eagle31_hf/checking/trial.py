@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -134,10 +133,9 @@ def fit_head(drafter: Eagle31DrafterModel, target: PreTrainedModel, text: Tensor
     states, logits = target_states(target, text, drafter.config.resolve_layer_ids(len(decoder_layers(target))))
     chosen = logits.argmax(-1)
     chosen[:, ::ERROR_EVERY] += 1  # possibly an id the target does not have
-    wanted = one_hot(chosen, max(logits.shape[-1], drafter.config.vocab_size) + 64)[
-        ..., : drafter.config.vocab_size
-    ].float()
-    wanted = wanted if drafter.d2t is None else wanted[..., drafter.draft_to_target_ids()]
+    ids = drafter.draft_to_target_ids()
+    ids = torch.arange(drafter.config.vocab_size, device=chosen.device) if ids is None else ids
+    wanted = (chosen[..., None] == ids).float()
     x = torch.cat([normed[0] for normed, _ in unroll(drafter, text, states, depth)])
     y = torch.cat([wanted[0, 1 + k :] for k in range(depth)])
     drafter.lm_head.weight.copy_(8 * torch.linalg.lstsq(x.T @ x + 0.003 * torch.eye(x.shape[1]), x.T @ y).solution.T)

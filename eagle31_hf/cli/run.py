@@ -16,7 +16,7 @@ from ..bench import AUTO_SHAPE, TREE_SHAPE, Shape, environment, profile
 from ..chat_template import as_read
 from ..printable import printable
 from ..reports.acceptance_report import same_texts
-from ..reports.acceptance_study import TARGET_ALONE, AcceptanceStudy, Decoded, Settings
+from ..reports.acceptance_study import TARGET_ALONE, AcceptanceStudy, Condition, Settings
 from ..reports.document import Column, Table
 from ..reports.figures import accepted_length, speedup, tokens_per_second
 from ..reports.journal import Journal
@@ -80,7 +80,7 @@ def measure(
     }
 
 
-def _figures(served: Decoded, label: str, way: Shape) -> dict[str, Any]:
+def _figures(served: Condition, label: str, way: Shape) -> dict[str, Any]:
     rows, alone = served.rows[label, way.name], served.rows[TARGET_ALONE]
     counts = {
         f"{name}_per_position": [sum(column) for column in zip_longest(*(row[name] for row in rows), fillvalue=0)]

@@ -15,7 +15,7 @@ from .acceptance_study import (
     TARGET_ALONE,
     TEMPERATURE,
     TURN,
-    Decoded,
+    Condition,
     Settings,
     Who,
     named,
@@ -44,7 +44,7 @@ TOKENS = (
 
 
 def acceptance_report(
-    found: Mapping[str, Decoded],
+    found: Mapping[str, Condition],
     generations: Sequence[Generation],
     settings: Settings,
     labels: Sequence[str],
@@ -67,11 +67,11 @@ def acceptance_report(
     )
 
 
-def _figures(found: Mapping[str, Decoded], label: str) -> dict[str, Any]:
+def _figures(found: Mapping[str, Condition], label: str) -> dict[str, Any]:
     """Returns what was measured of a drafter by condition and way of drafting."""
     return {
-        condition: {way: _figures_of(rows, decoded.alone) for (who, way), rows in decoded.rows.items() if who == label}
-        for condition, decoded in found.items()
+        name: {way: _figures_of(rows, condition.alone) for (who, way), rows in condition.rows.items() if who == label}
+        for name, condition in found.items()
     }
 
 
@@ -93,7 +93,7 @@ def same_texts(rows: Sequence[Row], alone: Sequence[Row]) -> int:
     return sum(row["text"] == other["text"] for row, other in zip(rows, alone, strict=True))
 
 
-def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Section:
+def _speed(served: Condition, settings: Settings, labels: Sequence[str]) -> Section:
     by_who, alone = served.rows, served.alone or []
     names = ("drafter", "drafts", "tokens/s", "speed-up", "accepted length", "accepted drafts", "same text")
     lines = list[list[Any]]()
@@ -120,7 +120,7 @@ def _speed(served: Decoded, settings: Settings, labels: Sequence[str]) -> Sectio
     )
 
 
-def _positions(served: Decoded, way: Shape, labels: Sequence[str]) -> Section:
+def _positions(served: Condition, way: Shape, labels: Sequence[str]) -> Section:
     series = [series_of(label, acceptance_by_depth(served.rows[label, way.name], way.depth)) for label in labels]
     positions = [*range(1, way.depth + 1)]
     chart = Chart("Acceptance by position", "position", "share", positions, series)
@@ -143,29 +143,29 @@ PARTS = {
 }
 
 
-def _conditions(found: Mapping[str, Decoded], way: str, labels: Sequence[str]) -> Iterator[Section]:
+def _conditions(found: Mapping[str, Condition], way: str, labels: Sequence[str]) -> Iterator[Section]:
     for kind, (title, text) in PARTS.items():
-        of_kind = {name: decoded for name, decoded in found.items() if decoded.condition.kind == kind}
-        is_timed = any(decoded.alone for decoded in of_kind.values())
+        of_kind = [condition for condition in found.values() if condition.kind == kind]
+        is_timed = any(condition.alone for condition in of_kind)
         names = ("condition", "drafter", "prompts", "accepted length", "speed-up" if is_timed else "drafts kept")
         lines = list[list[Any]]()
-        for name, decoded in of_kind.items():
-            count = sum(map(len, decoded.condition.batches.values()))
+        for condition in of_kind:
+            count = sum(map(len, condition.batches.values()))
             for label in labels:
-                rows = decoded.rows[label, way]
-                last = speedup(rows, decoded.alone) if decoded.alone else _kept(found, name, (label, way))
-                lines.append([name, label, count, accepted_length(rows).shown, last.shown])
+                rows, alone = condition.rows[label, way], condition.alone
+                last = speedup(rows, alone) if alone else _kept(found, condition.name, (label, way))
+                lines.append([condition.name, label, count, accepted_length(rows).shown, last.shown])
         tables = [Table("by condition", [*map(Column, names)], lines)] if lines else []
         yield Section(title, f"{text} Drafted as {named(way)}.", tables)
 
 
-def _kept(found: Mapping[str, Decoded], name: str, who: Who) -> Figure:
+def _kept(found: Mapping[str, Condition], name: str, who: Who) -> Figure:
     """Returns accepted drafts as a multiple of those on the same prompts as they are served."""
     served = found[SERVED].rows[who]
-    return kept(found[name].rows[who], [served[number] for number in found[name].condition.batches])
+    return kept(found[name].rows[who], [served[number] for number in found[name].batches])
 
 
-def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) -> list[Finding]:
+def findings_of(found: Mapping[str, Condition], settings: Settings, label: str) -> list[Finding]:
     """Returns what a drafter gains, where its text differs, and what it does not bear."""
     served = found[SERVED]
     alone = served.alone or []
@@ -177,7 +177,7 @@ def findings_of(found: Mapping[str, Decoded], settings: Settings, label: str) ->
         said = f"{label}: up to {others[worst]} of {len(alone)} texts are not the target's own, with {named(worst)}."
         why = "In half precision close ties may fall either way; in fp32 (`--dtype float32`) they must not."
         findings.append(Finding(NOTE, said, why))
-    for name in [name for name, decoded in found.items() if decoded.condition.kind == PERTURBED]:
+    for name in [name for name, condition in found.items() if condition.kind == PERTURBED]:
         left = _kept(found, name, (label, settings.reference.name))
         if left.high is not None and left.high < ROBUST:
             said = f"{label}: {name}: {left.shown} of the drafts are still accepted."

@@ -54,7 +54,8 @@ TARGET_ALONE: Who = (ALONE, "")
 @dataclass(frozen=True)
 class Condition:
     """Prompts in one state: `batches` by their numbers, `options` of `generate`, and whether the target alone is
-    measured, too. `ways` are those in which it is drafted."""
+    measured, too. `ways` are those in which it is drafted. `rows`, once they are measured: by who decoded, the figures
+    of each batch."""
 
     kind: str
     name: str
@@ -62,6 +63,12 @@ class Condition:
     ways: Sequence[Shape]
     options: Mapping[str, Any] = field(default_factory=dict)
     is_timed: bool = False
+    rows: dict[Who, list[Row]] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> list[Row] | None:
+        """The rows of the target alone, where it was measured."""
+        return self.rows.get(TARGET_ALONE)
 
 
 @dataclass(frozen=True)
@@ -80,37 +87,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """The figures of a condition: by who decoded, a row for each of its batches."""
-
-    condition: Condition
-    rows: dict[Who, list[Row]]
-
-    @property
-    def alone(self) -> list[Row] | None:
-        """The rows of the target alone, where it was measured."""
-        return self.rows.get(TARGET_ALONE)
-
-
-@dataclass(frozen=True)
 class AcceptanceStudy(Study):
     """Measures drafters, by their labels, on the same prompts."""
 
     settings: Settings
     drafters: Mapping[str, Eagle31DrafterModel]
 
-    def measure(self) -> dict[str, Decoded]:
+    def measure(self) -> dict[str, Condition]:
         """Measures all conditions, by their names; those that no prompt can be in are left out."""
         conditions = [condition for condition in self.conditions() if condition.batches]
         self._decode_all(conditions)
-        found = dict[str, Decoded]()
         for condition in conditions:
-            rows = {
-                who: [self.journal[place(label_of(who), condition.name, number)] for number in condition.batches]
-                for who in self._everybody(condition)
-            }
-            found[condition.name] = Decoded(condition, rows)
-        return found
+            for who in self._everybody(condition):
+                names = [place(label_of(who), condition.name, number) for number in condition.batches]
+                condition.rows[who] = [self.journal[name] for name in names]
+        return {condition.name: condition for condition in conditions}
 
     def generations(self) -> list[Generation]:
         """Returns the first prompt's text, token by token, by every drafter, as chains and as the first tree."""
@@ -184,10 +175,16 @@ class AcceptanceStudy(Study):
         found = dict[Who, Generate]()
         if condition.is_timed:
             found[TARGET_ALONE] = self.target.generate
-        if condition.kind == SERVED:
-            names, depth = self.settings.rivals, self.settings.reference.depth
-            for name, generate in rivals(names, self.target, self.drafters, depth).items():
-                found[name, ""] = generate
+        rivals = self.settings.rivals if condition.kind == SERVED else ()
+        if LOOKUP in rivals:  # drafts the tokens that followed the text's last ones where these occurred before
+            for count in LOOKUP_LENGTHS:
+                generate = partial(self.target.generate, prompt_lookup_num_tokens=count)
+                found[f"prompt lookup, {count} tokens", ""] = generate
+        if LOOP in rivals:
+            depth = self.settings.reference.depth
+            for label, drafter in self.drafters.items():
+                name = f"{label} in transformers' assisted loop, {depth} deep"
+                found[name, ""] = partial(in_their_loop, self.target, drafter, depth)
         for label, drafter in self.drafters.items():
             for way in condition.ways:
                 found[label, way.name] = self._drafted(drafter, way)
@@ -294,22 +291,6 @@ def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns what a token adds to a text: decoded alone, it may lack the space that it begins with."""
     once, twice = (str(tokenizer.decode([token] * count)) for count in (1, 2))
     return twice[len(once) :] or once
-
-
-def rivals(
-    names: tuple[str, ...], target: Any, drafters: Mapping[str, Eagle31DrafterModel], depth: int
-) -> dict[str, Generate]:
-    """Returns how rivals decode, by what a report calls them: by prompt lookup, which drafts the tokens that followed
-    the text's last ones where these occurred before, and by `in_their_loop`, which drafts chains of `depth`."""
-    found = dict[str, Generate]()
-    if LOOKUP in names:
-        for count in LOOKUP_LENGTHS:
-            found[f"prompt lookup, {count} tokens"] = partial(target.generate, prompt_lookup_num_tokens=count)
-    if LOOP in names:
-        for label, drafter in drafters.items():
-            name = f"{label} in transformers' assisted loop, {depth} deep"
-            found[name] = partial(in_their_loop, target, drafter, depth)
-    return found
 
 
 def in_their_loop(target: Any, drafter: Eagle31DrafterModel, depth: int, ids: Tensor, **options: Any) -> Tensor:

@@ -11,6 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -37,6 +38,7 @@ def error_response(
 TOO_LONG = error_response(413, f"the request is longer than {MAX_BODY} bytes; expected less.", code="too_long")
 
 
+@dataclass(eq=False)
 class Gate:
     """An ASGI application around another, which refuses requests that are not for it.
 
@@ -46,24 +48,17 @@ class Gate:
     every answer.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        hosts: Iterable[str],
-        has_route: Callable[[str, str], bool],
-        *,
-        key: str | None = None,
-        free: Iterable[str] = (),
-        any_origin: bool = False,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-    ):
-        self.app = app
-        self.hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
-        self.has_route = has_route
-        self.key = key
-        self.free = {*free}
-        self.any_origin = any_origin
-        self.headers = [NO_SNIFFING, *headers]
+    app: Any
+    hosts: Iterable[str]
+    has_route: Callable[[str, str], bool]
+    _: KW_ONLY
+    key: str | None = None
+    free: Iterable[str] = ()
+    any_origin: bool = False
+    headers: Iterable[tuple[bytes, bytes]] = ()
+
+    def __post_init__(self) -> None:
+        self.hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in self.hosts)}
         self._num_inside = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -73,7 +68,7 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # before it is accepted: an answer of 403
             return
-        exchange, refusal = _Exchange(receive, send, self.headers), self.refusal(scope)
+        exchange, refusal = _Exchange(receive, send, [NO_SNIFFING, *self.headers]), self.refusal(scope)
         if refusal is not None:
             await exchange.refuse(refusal)
             return

@@ -86,7 +86,7 @@ def test_a_turn_reads_what_is_new():
             # an answer's text may make other tokens than its own
             assert known <= answer.figures.reused < prompt.shape[1]
             known = prompt.shape[1] - 1  # the last token of a prompt is read with the next turn, at least
-            assert chat.record()["messages"][-1]["figures"]["reused"] == answer.figures.reused
+            assert json.loads(chat.as_json())["messages"][-1]["figures"]["reused"] == answer.figures.reused
             assert answer.ids == alone(chat, messages)[: len(answer.ids)]
     finally:
         handle.remove()
@@ -198,7 +198,7 @@ def test_what_the_template_refuses_is_told_and_forgotten():
 def test_its_record_is_json():
     chat = conversation()
     answer = chat.ask(WORDS, silent, Event())
-    record = json.loads(json.dumps(chat.record()))
+    record = json.loads(chat.as_json())
     assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
     told = record["messages"][1]
     assert "".join(text for text, _ in told["pieces"]) == told["content"] == answer.text
@@ -206,4 +206,4 @@ def test_its_record_is_json():
     assert told["drafting"] == {"num_assistant_tokens": 4}
     chat.knobs = {"num_assistant_tokens": 2}
     chat.ask(WORDS, silent, Event())
-    assert [chat.record()["messages"][k]["drafting"]["num_assistant_tokens"] for k in (1, 3)] == [4, 2]
+    assert [json.loads(chat.as_json())["messages"][k]["drafting"]["num_assistant_tokens"] for k in (1, 3)] == [4, 2]

@@ -27,7 +27,6 @@ from eagle31_hf.reports.acceptance_study import (
     TURN,
     AcceptanceStudy,
     Condition,
-    Decoded,
     Settings,
     row_of,
 )
@@ -97,7 +96,7 @@ def test_every_text_is_the_targets_own_in_fp32(found):
 
 
 def test_conditions_are_drafted_by_the_reference_alone(found):
-    ways = {name: {way for who, way in decoded.rows if who != ALONE} for name, decoded in found.items()}
+    ways = {name: {way for who, way in condition.rows if who != ALONE} for name, condition in found.items()}
     assert ways.pop(SERVED) == {"2", "3, tree 6", "auto", "3"}
     assert set(ways) == {
         "24 tokens",
@@ -107,7 +106,7 @@ def test_conditions_are_drafted_by_the_reference_alone(found):
         "10% of the tokens replaced",
     }
     assert set(map(tuple, ways.values())) == {("3",)}
-    timed = {name for name, decoded in found.items() if decoded.alone}
+    timed = {name for name, condition in found.items() if condition.alone}
     assert timed == {SERVED, "24 tokens", "3 at once"}
 
 
@@ -236,9 +235,9 @@ def test_a_resumed_report_is_the_same(study, found):
     journal = Journal(None, kept)
     resumed = study_of(folder_of(study), journal).measure()
     assert {name: journal[name] for name in kept} == kept
-    for name, decoded in found.items():
-        assert [*resumed[name].condition.batches] == [*decoded.condition.batches]
-        for who, rows in decoded.rows.items():
+    for name, condition in found.items():
+        assert [*resumed[name].batches] == [*condition.batches]
+        for who, rows in condition.rows.items():
             for row, again in zip(rows, resumed[name].rows[who], strict=True):
                 same = {"text", "new_tokens"} if who[1] == "auto" else row.keys() - {"seconds"}
                 assert {key: row[key] for key in same} == {key: again[key] for key in same}, (name, who)
@@ -251,17 +250,15 @@ def timed(seconds, accepted, texts="abcd"):
     ]
 
 
-def condition(kind, numbers):
-    return Condition(kind, "", {number: [torch.tensor([0])] for number in numbers}, [Shape(2)])
+def condition(kind, numbers, rows):
+    return Condition(kind, "", {number: [torch.tensor([0])] for number in numbers}, [Shape(2)], rows=rows)
 
 
 def findings(rows, kept=5):
     settings = Settings((Shape(2),), Shape(2), 12)
     found = {
-        SERVED: Decoded(condition(SERVED, range(4)), {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}),
-        "no BOS": Decoded(
-            condition(PERTURBED, [1, 3]), {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}
-        ),
+        SERVED: condition(SERVED, range(4), {TARGET_ALONE: timed(1.0, 0), ("one", "2"): rows}),
+        "no BOS": condition(PERTURBED, [1, 3], {("one", "2"): [{**row, "accepted": [kept]} for row in rows[:2]]}),
     }
     return findings_of(found, settings, "one")
 
@@ -425,7 +422,7 @@ def test_prompts_with_images_are_decoded_with_their_pixels(tmp_path):
     assert expected[0] != expected[1]
     for rows in found[SERVED].rows.values():
         assert [row["text"] for row in rows[:2]] == expected
-    numbers = {name: [*decoded.condition.batches] for name, decoded in found.items()}
+    numbers = {name: [*condition.batches] for name, condition in found.items()}
     assert numbers[SERVED] == numbers["temperature 0.8"] == [0, 1, 2, 3]
     assert numbers["2 at once"] == [0]
     assert all(number > 1 for name in PERTURBATIONS for number in numbers.get(name, []))
