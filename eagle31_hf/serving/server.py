@@ -31,9 +31,6 @@ from .body import Served
 from .clients import GenerationThread, Limits, StopConditions, current_call
 from .metrics import Metrics
 
-# what is tried before anything is served: a prompt, and how many tokens of an answer
-TRIED_PROMPT = [[1, 2, 3]]
-TRIED_TOKENS = 4
 TEMPLATE_FUNCTIONS = ("raise_exception", "strftime_now")  # which transformers gives every chat template
 USUAL_ANSWER = 1024  # tokens of an answer whose request names no number, as in transformers' server
 TEXT_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}
@@ -91,9 +88,9 @@ class DraftingServer(Serve):
             reads_images=reads_images and hasattr(processor, "image_processor"),
         )
         drafter = self.load_drafter(target)
-        ids = torch.tensor(TRIED_PROMPT, device=target.device)
-        trial: dict[str, Any] = {"max_new_tokens": TRIED_TOKENS, "do_sample": False, **self.knobs}
-        # raises where drafter and target do not fit each other
+        # a trial before anything is served: raises where drafter and target do not fit each other
+        ids = torch.tensor([[1, 2, 3]], device=target.device)
+        trial: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, **self.knobs}
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **trial)
         answer = max(USUAL_ANSWER, target.generation_config.max_new_tokens or 0)
         limits = Limits(served.context, answer, piece_of(target, drafter, **self.knobs))
