@@ -198,7 +198,8 @@ def _contexts(drafters: Sequence[Measured]) -> Section:
 
 def findings_of(measured: Measured, depth: int) -> list[Finding]:
     """Returns what is to be said of a drafter, the worst first."""
-    label, drift, found = measured.label, drift_of(measured.plain), list[Finding]()
+    label, drift = measured.label, drift_of(measured.plain)
+    found = list[Finding]()
     length, steps = accepted_length(measured.plain).shown, f"{drift.growth:.2f}x over {len(drift.states)} steps"
     if drift.growth < GROWTH:
         found.append(Finding(GOOD, f"{label}: accepted length {length}; the state does not grow ({steps})."))
