@@ -179,7 +179,7 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
         if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(value) is int and value <= num_layers:
             depth = max(depth, value)
     if "mlp" in (values.get("layer_types") or ()):
-        depth += depth % 2  # Dory's layers count as two each, attention and MLP
+        depth = max(8, depth + depth % 2)  # Dory's layers count as two each, attention and MLP
     return min(num_layers, 2 * depth if values.get(SHARED_KEYS) else depth)
 
 

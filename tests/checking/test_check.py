@@ -120,6 +120,8 @@ OF_A_KIND = (
     "Exaone4.5 multimodal",
     "Gemma3n text",
     "DeepSeek-V4",
+    "Dory, window, loops",
+    "Inkling2, loops",
     "RecurrentGemma",
 )
 
