@@ -84,8 +84,6 @@ IDEAS = {
     "KL, then TV": replace(MUON, loss_after="tv"),
     "half KL, half hard tokens": replace(MUON, loss="kl=0.5,ce=0.5"),
     "hard tokens": replace(MUON, loss="ce"),
-    "toward the target's state, 1": replace(MUON, hint=1.0),
-    "toward the target's state, 0.1": replace(MUON, hint=0.1),
     # data, length, speed
     "prompts, too": replace(MUON, all_tokens=True),
     "half of it files": replace(MUON, texts="greedy+files"),

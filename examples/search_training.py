@@ -14,7 +14,6 @@ from search_fit import START
 from search_material import BATCH, SHAPES, Material
 from search_table import SETS
 from torch import Tensor
-from torch.nn.functional import mse_loss
 
 from eagle31_hf import Eagle31DrafterModel, Eagle31Trainer, Eagle31TrainingArguments
 from eagle31_hf.training.documents import position_skips, reach_within
@@ -36,8 +35,7 @@ class Recipe:
     `rate` is AdamW's, `matrix_rate` Muon's, which trains the matrices unless it is None; `adjust`, `momentum`: Muon's.
     `clip`: the largest norm of the gradient. `schedule`, `warm_up` (steps): see `rate_factor`. `depth` K, and its k-th
     step weighs `depth_decay` ** k, or with `reach` the share of drafts that get there. `loss_after` takes the place of
-    `loss` after a third of the steps. `hint`: weight of the squared distance between the drafter's state and the
-    target's last state, which falls to 0 halfway. `jump`: see `position_skips`.
+    `loss` after a third of the steps. `jump`: see `position_skips`.
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
     `layers`: see `layer_ids_of`. `head`: it is trained.
@@ -59,7 +57,6 @@ class Recipe:
     reach: bool = False
     loss: str = "kl"
     loss_after: str | None = None
-    hint: float = 0.0
     start: str = "noise"
     layers: str = "default"
     texts: str = "greedy"
@@ -135,21 +132,11 @@ class SearchObjective(DraftingObjective):
         if recipe.reach:
             before = torch.cat([torch.ones(1), self.reached[:-1]]).cumprod(0)
             self.settings = replace(self.settings, depth_weights=tuple(before.tolist()))
-        self.hint = recipe.hint * max(0.0, 1 - 2 * progress)
 
     def end(self, sums: Tensor) -> None:
         """Takes the figures of a step."""
         acceptance = torch.tensor(means_of(sums)["acceptance"])
         self.reached = 0.9 * self.reached + 0.1 * acceptance.float()
-
-    def _distances(self, batch, record, mixture):
-        loss, figures = super()._distances(batch, record, mixture)
-        if self.hint:
-            predictions = record.predictions(batch.input_ids.shape[1])
-            wanted = batch.last_states.flatten(0, 1)[predictions.at]
-            distance = mse_loss(predictions.states.float(), wanted, reduction="none").mean(-1) / wanted.square().mean()
-            loss = loss + self.hint * (predictions.weights * distance).sum()
-        return loss, figures
 
 
 class ParallelDrafts:

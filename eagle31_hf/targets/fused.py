@@ -66,6 +66,7 @@ class Pair:
     residual: Tensor
 
 
+NO_NORM = nn.Identity()  # always this one, by which a verdict is known again
 # Of a target's trial: the modules and forwards that it was made with, and what `why_not_fused` returns.
 _verdicts: WeakKeyDictionary[PreTrainedModel, tuple[tuple, list[str | None]]] = WeakKeyDictionary()
 _users = Users()
@@ -125,7 +126,7 @@ def why_not_fused(target: PreTrainedModel) -> list[str | None]:
 
 def _stages(target: PreTrainedModel) -> list[nn.Module]:
     """The target's layers and its final norm; in the norm's place an empty module where there is none."""
-    return [*decoder_layers(target), getattr(decoder_of(target), "norm", None) or nn.Identity()]
+    return [*decoder_layers(target), getattr(decoder_of(target), "norm", None) or NO_NORM]
 
 
 # -- forwards

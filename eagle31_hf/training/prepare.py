@@ -151,7 +151,7 @@ def _make_shards(builder: ShardBuilder, output: str | Path, mine: list[int], pro
     begin, total = time.monotonic(), 0
     for done, (num_rows, num_tokens) in enumerate(made, 1):
         total += num_tokens
-        seconds = time.monotonic() - begin
+        seconds = max(time.monotonic() - begin, 1e-9)  # a clock may be coarse
         progress(
             f"shard {done} of {len(mine)}: {num_rows:,} rows, {num_tokens:,} tokens; {total / seconds:,.0f} tokens/s,"
             f" {seconds / done * (len(mine) - done) / 60:.0f} minutes left"

@@ -9,7 +9,7 @@ from close import TARGET_FORWARD, assert_close
 from conftest import ROPED
 from targets.llama_forms import ALL_FUSED, LAYERS, OTHER, SAME, assert_own_forwards, build
 from torch import Tensor, nn
-from transformers import GraniteConfig, LlamaConfig, PreTrainedModel, SmolLM3Config
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eagle31_hf.targets import fused
@@ -112,6 +112,16 @@ def test_a_layer_that_was_changed_runs_its_own_forward_among_fused_ones(change, 
         got = logits_and_states(target, (1, 2))
     assert why_not_fused(target) == [None, reason, None, None, None]
     assert_close("logits, states", got, expected, TARGET_FORWARD)
+
+
+def test_a_target_without_a_final_norm_is_tried_once(monkeypatch):
+    config = GPTNeoXConfig(
+        hidden_size=36, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3, vocab_size=11
+    )
+    target, trials, trial = GPTNeoXForCausalLM(config).eval(), [], fused._trial
+    monkeypatch.setattr(fused, "_trial", lambda *args: trials.append(1) or trial(*args))
+    assert [why_not_fused(target) for _ in range(4)][1:] == 3 * [why_not_fused(target)]
+    assert len(trials) == 1
 
 
 def test_another_module_in_a_layer_is_tried_anew():

@@ -41,6 +41,13 @@ def test_every_usual_norm_runs_as_one_operation(kind, a_layer, monkeypatch):
     assert_close("logits", found, logits_of(target), FORWARD)
 
 
+def test_whatever_the_default_device_is():
+    target = build_target("llama")
+    expected = len(usual_norms(target))
+    with torch.device("meta"):
+        assert len(usual_norms(target)) == expected > 0
+
+
 def test_in_16_bits_the_norm_is_rounded_once():
     norm = LlamaRMSNorm(16).bfloat16()
     norm.weight.data.normal_(generator=torch.Generator().manual_seed(1))
