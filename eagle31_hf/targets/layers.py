@@ -125,7 +125,6 @@ class CapturedStates:
         """Drops everything captured since the last call of `take`."""
         for chunks in self._chunks:
             chunks.clear()
-        self._num_before = [0] * len(self._chunks)
 
     def pieces(self, size: int) -> Iterator[Tensor]:
         """Yields what `take` returns, in pieces of at most `size` tokens, so that no copy of all of it is made."""
