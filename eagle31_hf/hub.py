@@ -239,17 +239,8 @@ def _files_of(api: HfApi, folder: Path, values: dict[str, Any], repo_id: str) ->
         config = checkpoint.config
         names = [*(file.name for file in checkpoint.files.weight_files), KNOBS_FILE]
     else:
-        link = values["weights_from"]
-        linked, revision = linked_weights(link, f"{folder}: config.json: weights_from")
-        try:
-            sha = str(api.model_info(linked, revision=revision).sha)
-        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-            raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
-        except UPLOAD_ERRORS as error:
-            why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
-            raise HubError(f"{folder}: weights_from {link}: {why}") from None
-        config = read_headers(linked, stated_fields(values, str(folder)), revision=sha, token=api.token).config
-        config.weights_from = values["weights_from"] = {"repo_id": linked, "revision": sha}
+        config = _of_linked(api, values, folder)
+        values["weights_from"] = config.weights_from
     _own_file(folder, "config.json")
     paths = {name: _own_file(folder, name) for name in (*names, CARD) if (folder / name).is_file()}
     files = {name: path.read_bytes() if name.endswith((".json", ".md")) else path for name, path in paths.items()}
@@ -275,6 +266,23 @@ def _check_repo_id(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"repo_id is {repo_id!r}; expected OWNER/NAME ({' '.join(str(error).split())})") from None
+
+
+def _of_linked(api: HfApi, values: dict[str, Any], folder: Path) -> Eagle31Config:
+    """Returns the config of the drafter to which `values`, of a folder's config.json, point, with the fields they state
+    and the commit that the link's revision names now. Raises OSError and ValueError as reading it does."""
+    link = values["weights_from"]
+    repo_id, revision = linked_weights(link, f"{folder}: config.json: weights_from")
+    try:
+        sha = str(api.model_info(repo_id, revision=revision).sha)
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise OSError(f"{folder}: weights_from {link}: the Hub does not have it ({first_line(error)}).") from None
+    except UPLOAD_ERRORS as error:
+        why = f"{constants.ENDPOINT} does not answer: {first_line(error)}"
+        raise HubError(f"{folder}: weights_from {link}: {why}") from None
+    config = read_headers(repo_id, stated_fields(values, str(folder)), revision=sha, token=api.token).config
+    config.weights_from = {"repo_id": repo_id, "revision": sha}
+    return config
 
 
 def _text(data: Path | bytes) -> str:
@@ -321,7 +329,9 @@ def commit(
     return made.pr_url or made.commit_url
 
 
-def convert_on_hub(repo_id: str, **options: Any) -> tuple[Checkpoint, str | None]:
+def convert_on_hub(
+    repo_id: str, *, token: str | bool | None = None, revision: str | None = None, **options: Any
+) -> tuple[Checkpoint, str | None]:
     """Opens a pull request that replaces the weights and config of a Hub repository with the native ones.
 
     The originals stay in the history. `options` are those of `convert_checkpoint`. Returns the checkpoint and the pull
@@ -332,7 +342,7 @@ def convert_on_hub(repo_id: str, **options: Any) -> tuple[Checkpoint, str | None
         said = f"{repo_id}: is a local folder; expected a Hub repository"
         raise ValueError(f"{said}. Without a pull request it is converted.")
     _check_repo_id(repo_id)
-    hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+    hub = {"token": token, "revision": revision} | {name: options.pop(name) for name in HUB_OPTIONS if name in options}
     overrides = dict(options)
     convention = overrides.pop("aux_layer_convention", None)
     found = read_checkpoint(repo_id, overrides, convention, **hub)
@@ -349,12 +359,12 @@ def convert_on_hub(repo_id: str, **options: Any) -> tuple[Checkpoint, str | None
         operations += [CommitOperationDelete(str(place / name)) for name in sorted(replaced)]
         said = f"Read as {'; '.join(found.reasons)}. The tensors are the same, under their native names."
         try:
-            made = HfApi(token=hub.get("token")).create_commit(
+            made = HfApi(token=token).create_commit(
                 repo_id,
                 operations,
                 commit_message="Convert to the native format of eagle31_hf",
                 create_pr=True,
-                revision=hub.get("revision"),
+                revision=revision,
                 commit_description=said,
             )
         except UPLOAD_ERRORS as error:

@@ -5,7 +5,6 @@ are forgotten by moving the end back, and sequences of a batch may differ in len
 are. Caches whose layers are of other kinds keep them, and can only append and crop, all sequences alike.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -170,10 +169,13 @@ def keep_paths(cache: Cache, starts: Mirrored, commit: Commit) -> None:
     to be moved, and the nodes that pad a shorter path stay where they are.
     """
     if commit.path is not None:
-        places = functools.cache(functools.partial(_places, starts, commit))  # of few first slots and devices
+        by_place: dict[tuple, tuple] = {}  # layers have few first slots and devices
         for layer in slot_layers(cache):
             if layer.buffers:
-                layer.move(*places(layer.first, layer.device))
+                place = layer.first, layer.device
+                if place not in by_place:
+                    by_place[place] = _places(starts, commit, *place)
+                layer.move(*by_place[place])
     settle(cache, max(start + len(path) for start, path in zip(starts.host, commit.paths, strict=True)))
 
 

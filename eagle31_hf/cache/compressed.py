@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, layer: Any):
         self.layer = layer
         self.before: dict[str, Any] | None = None  # the layer's attributes before that forward; None: in the prompt
-        self.calls: list[tuple[str, tuple]] = []  # methods and their arguments
+        self.calls: list[tuple[str, tuple, dict[str, Any]]] = []  # methods and their arguments
         self.is_undone = False  # the layer is on its way back: an error may leave it in between
         for method in METHODS:
             if hasattr(layer, method):
@@ -75,16 +75,17 @@ class Recorder:
         self.is_undone = False
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the layer. `kwargs`: not of the tokens, from transformers 5.24 on."""
         if self.before is not None:
             if method == KEYS and self.calls:  # another forward begins
                 self.accept()
-            self.calls.append((method, args))
+            self.calls.append((method, args, kwargs))
         return getattr(type(self.layer), method)(self.layer, *args, **kwargs)
 
     def _give(self, num_tokens: int) -> None:
         """Gives the layer the first tokens of what the last forward gave it."""
         num_windows: dict[str, int] = {}  # by name: how many windows these tokens complete
-        for method, args in self.calls if num_tokens else ():
+        for method, args, kwargs in self.calls if num_tokens else ():
             if method == KEYS:
                 given = tuple(states[:, :, :num_tokens] for states in args[:2])
             elif method == UNCOMPRESSED:
@@ -94,7 +95,7 @@ class Recorder:
             else:
                 count = num_windows[args[0]]
                 given = tuple(value[:, :count] if isinstance(value, Tensor) else value for value in args)
-            found = getattr(type(self.layer), method)(self.layer, *given)
+            found = getattr(type(self.layer), method)(self.layer, *given, **kwargs)
             if method == UNCOMPRESSED:
                 num_windows[args[0]] = found[0].shape[1] // self.layer.compress_rate
 

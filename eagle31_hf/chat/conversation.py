@@ -104,9 +104,9 @@ class _StopError(Exception):
     """Ends generate(): the answer was asked to stop."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Conversation:
-    """Messages of a user and the target's answers.
+    """Messages of a user and the target's answers. `system`: the system prompt, None: none.
 
     `knobs` are the arguments of generate() that say how to draft, `options` all others, max_new_tokens among them;
     both may change between turns. `prefix_cache` keeps what the target has read: a turn reads what is new since the
@@ -146,7 +146,7 @@ class Conversation:
         except BaseException:
             self.messages.pop()
             raise
-        self.answers.append(answer)  # before its message: the record of another thread has an answer for each
+        self.answers.append(answer)  # before its message: `as_json` of another thread takes an answer for each
         self.messages.append({"role": "assistant", "content": answer.text})
         return answer
 

@@ -113,8 +113,9 @@ class TerminalChat:
         if name not in COMMANDS:
             raise ValueError(f"{name}: there is no such command; expected one of {' '.join(COMMANDS)} /exit.")
         command = COMMANDS[name]
-        most = command.usage.split()
-        if not sum(not word.startswith("[") for word in most) <= len(words) <= len(most):
+        usual = command.usage.split()
+        least = len([word for word in usual if not word.startswith("[")])  # the others may be left out
+        if not least <= len(words) <= len(usual):
             raise ValueError(f"{name}: got {len(words)} words after it; expected {name} {command.usage}".rstrip() + ".")
         command.run(self, *words)
 

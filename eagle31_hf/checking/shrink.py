@@ -81,8 +81,9 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     ),
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"o_groups|linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
-    # looped transformers: of Inkling 2 the third and fourth layer are run again, of Dory, whose config counts a layer
-    # as two, the second and third
+    # Looped transformers run some layers again: Inkling 2 those from `loop_layer_index_start` to `loop_layer_index_end`
+    # less 1, which go by blocks of `n_layers_per_attn_res_block`; Dory `n_recurrent_layers`, which with those before
+    # and after them are the 8 of `_depth`.
     (r"n_layers_per_attn_res_block|loop_layer_index_start|n_(input|output)_layers", 2),
     (r"loop_layer_index_end|n_recurrent_layers", 4),
     (r"linear_num_value_heads", HEADS),
@@ -170,7 +171,7 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 def _depth(values: dict[str, Any], num_layers: int) -> int:
     """Returns how many first layers show every kind that a config names; twice as many where layers share the keys of
-    others, so that the second half can."""
+    others, so that the second half can; of Dory an even number, eight at least."""
     depth = LEAST_LAYERS
     for name, value in values.items():
         kinds = [str(kind) for kind in _by_layer(name, value, num_layers)]
@@ -178,8 +179,8 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
             depth = max([depth, *(1 + kinds.index(kind) for kind in set(kinds))])
         if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(value) is int and value <= num_layers:
             depth = max(depth, value)
-    if "mlp" in (values.get("layer_types") or ()):
-        depth = max(8, depth + depth % 2)  # Dory's layers count as two each, attention and MLP
+    if "n_recurrent_loops" in values:
+        depth = max(8, depth + depth % 2)  # Dory's layers count as two each, attention and MLP, see RULES
     return min(num_layers, 2 * depth if values.get(SHARED_KEYS) else depth)
 
 

@@ -186,7 +186,7 @@ class Trial:
             raise CannotTryError(f"the target alone does not decode ({named(error)})") from None
         self.text, cache = alone.sequences, cache_in(alone)
         self.keeps_cache = cache is not None  # one of a class of the model's own is taken to hold something
-        if type(cache) is DynamicCache:  # recurrent layers do not say whether they do
+        if type(cache) is DynamicCache:  # a layer that does not say, as recurrent ones, is taken to hold something
             self.keeps_cache = any(getattr(layer, "is_initialized", True) for layer in cache.layers)
         with suppress(ValueError, RuntimeError):  # there are no states to learn from, which generate says in a moment
             fit_head(drafter, target, self.text)

@@ -30,34 +30,40 @@ Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an 
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
 SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
-QWEN_MLP: Rule = (lambda c: c.qk_norm and c.mlp_bias,
-    "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently")  # fmt: skip
+QWEN_MLP: Rule = (
+    lambda c: c.qk_norm and c.mlp_bias,
+    "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
+)
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
     QWEN_MLP,
     (lambda c: c.qk_norm and c.attention_bias, "its drafter with q/k norm (Qwen3) drops o_proj's bias silently"),
     (lambda c: len(set(c.layer_types)) > 1, "its drafter's layers share one cache: all of them slide or none"),
-    (lambda c: c.is_parallel and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
-        "its P-EAGLE drafter reads three states, as wide as the drafter"),
+    (
+        lambda c: c.is_parallel and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
+        "its P-EAGLE drafter reads three states, as wide as the drafter",
+    ),
     (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
     (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
-)  # fmt: skip
+)
 SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "it does not draft in parallel (P-EAGLE)"),
     NO_BIAS,
     SILU,
     (lambda c: "sliding_attention" in c.layer_types, "it attends to everything; the drafter has a sliding window"),
-    (lambda c: c.norm_before_residual,
-        "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input"),
+    (
+        lambda c: c.norm_before_residual,
+        "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input",
+    ),
     (lambda c: c.qk_norm, "its drafter has no q/k norm"),
     (lambda c: c.attention_bias, "its drafter's first layer has no attention bias and drops it silently"),
     (lambda c: c.mlp_bias, "its drafter's MLP has no bias"),
     (lambda c: c.logit_scale != 1.0, "it has no logit_scale"),
     (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
-)  # fmt: skip
+)
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "P-EAGLE is not written in its format, only in vLLM's"),
     NO_BIAS,
@@ -116,7 +122,8 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
 
 
 def sglang_ids(ids: list[int], target_type: str) -> list[int]:
-    """Returns boundary ids as SGLang has to be told them for a target of that model_type.
+    """Returns boundary ids as SGLang has to be told them. `target_type`: the target's model_type, or how its name
+    begins; "" where neither is known.
 
     SGLang adds 1 to the ids it reads; for gpt-oss it never does, for DeepSeek and Kimi only if they start at 1. Raises
     ValueError where no list means these layers. Source: SGLang #25454 and #32334.

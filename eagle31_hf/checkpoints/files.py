@@ -254,7 +254,8 @@ def _check_tensor(path: Path, name: str, dtype: str) -> None:
 
 
 def check_dtype(path: Path, name: str, dtype: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError for a tensor of a file whose dtype is none of the known ones, by safetensors' names."""
+    """Raises ValueError unless the dtype of the tensor `name` in the file `path` is one of `known`, by safetensors'
+    names."""
     if dtype not in known:
         found = f"{path}: {name} is stored as {dtype}"
         raise ValueError(
@@ -263,7 +264,8 @@ def check_dtype(path: Path, name: str, dtype: str, known: tuple[str, ...]) -> No
 
 
 def _pickle_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns the same of a pickle, which has no metadata."""
+    """Returns the tensors of a pickle as `_safetensors_header` does; it has no metadata. Raises ValueError for anything
+    but whole, plain tensors."""
     values = unpickle(path)
     with zipfile.ZipFile(path) as archive:
         sizes = {entry.file_size for entry in archive.infolist()}

@@ -27,8 +27,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("talking", "serve a target with its drafter as OpenAI's API, by transformers' own server",
         "--target Qwen/Qwen3-8B --drafter ./my-drafter --device cuda --dtype bfloat16"),
     "check": ("checking",
-        "say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
-        " works, 1: does not)",
+        ("say what will work with a target, and whether a drafter fits it, before anything large is downloaded (0:"
+        " works, 1: does not)"),
         "Qwen/Qwen3-8B RedHatAI/Qwen3-8B-speculator.eagle3"),
     "info": ("checkpoints", "say what a drafter's checkpoint is, which format it has, and why it was read so",
         "RedHatAI/Qwen3-8B-speculator.eagle3"),

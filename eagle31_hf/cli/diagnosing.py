@@ -27,14 +27,20 @@ from .loading import load_causal_lm, load_processor, load_tokenizer
 from .parsing import DTYPES, LARGEST, Parser, number, positive, progress, reading_options, show
 
 TEXT_ALONE = "expected text, which is all that this report is of."
-# options of `bench acceptance` that take several values, and measure nothing unless they are given
+# Options of `bench acceptance` that take several values, and measure nothing unless they are given: what reads a value,
+# or the values there are; help.
 SEVERAL: dict[str, tuple[Any, str]] = {
     "lengths": (positive, "contexts to measure besides the prompts, in tokens"),
     "temperatures": (number(0, above=True), "to sample at"),
     "concurrency": (positive, "prompts in a batch"),
-    "rivals": (RIVALS, "speculation of transformers itself to measure besides, by the text's own words or with the"
-        " drafter in its own loop"),
-}  # fmt: skip
+    "rivals": (
+        RIVALS,
+        (
+            "speculation of transformers itself to measure besides, by the text's own words or with the drafter in its"
+            " own loop"
+        ),
+    ),
+}
 
 
 def drift(args: argparse.Namespace) -> int:

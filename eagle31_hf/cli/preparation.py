@@ -79,7 +79,7 @@ def data_options(args: argparse.Namespace, **others: Any) -> Any:
     engine = engine_options(args)
     lengths = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    generation = given | sampling_options(args)  # others are as in the target's own generation config
+    generation = given | sampling_options(args)  # what is not given is as in the target's own generation config
     if not is_regenerated(args) and (generation or lengths):
         found = "--max-new-tokens, --temperature, --top-p and --top-k are of regenerated answers"
         raise ValueError(f"{found}; expected --regenerate too.")

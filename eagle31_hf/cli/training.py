@@ -91,9 +91,7 @@ def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     progress(f"training on {len(data.train):,} rows, evaluating on {len(data.held_out) if data.held_out else 0:,}")
     log_in_lines(trainer, progress)
     if args.overwrite:
-        aside = once(lambda: set_aside(output))
-        if aside is not None:
-            progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
+        once(lambda: move_aside(output))
     result = trainer.train(resume_from_checkpoint=checkpoint)
     # Checkpoints keep fp32 to go on from; the drafter that is served has the target's dtype.
     trainer.drafter.to(target.get_input_embeddings().weight.dtype)
@@ -110,6 +108,13 @@ def asked_layers(args: argparse.Namespace) -> list[int] | None:
     if args.drafter is not None:
         return read_headers(args.drafter, fields).config.aux_hidden_state_layer_ids
     return fields.get("aux_hidden_state_layer_ids")
+
+
+def move_aside(output: str) -> None:
+    """Moves an earlier run's files aside, and says where they are until there is a new drafter."""
+    aside = set_aside(output)
+    if aside is not None:
+        progress(f"what an earlier run wrote is in {aside} until the new drafter is saved")
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -31,18 +31,23 @@ from .unread_states import UnreadStates
 
 class OutputCollector:
     """Collects scores, logits, hidden states and attentions as far as the generation config asks for them. (B is 1 or
-    rows keep step; where attentions are asked for nothing is drafted.) `read`: as `layers_read` says;
-    `are_streams_first`: whether hidden states may be of shape (streams, B, T, ht).
+    rows keep step; where attentions are asked for nothing is drafted.) `layers_read`: of which layer of the cache each
+    entry of attentions is, empty: entry i of layer i; `are_streams_first`: whether hidden states may be of shape
+    (streams, B, T, ht).
 
     `logits` are the very tensors the processors were handed: one that writes to them writes to these, as in plain
     generate.
     """
 
     def __init__(
-        self, generation_config: GenerationConfig, past_key_values: Cache, read: list[int], are_streams_first: bool
+        self,
+        generation_config: GenerationConfig,
+        past_key_values: Cache,
+        layers_read: list[int],
+        are_streams_first: bool,
     ):
         self.past_key_values = past_key_values
-        self.read = read
+        self.layers_read = layers_read
         self.are_streams_first = are_streams_first
         config = generation_config
         self.wanted = config.return_dict_in_generate
@@ -73,7 +78,7 @@ class OutputCollector:
     def _cut(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The attentions (B, H, R, keys) of a forward over the keys that stock layers show."""
         held = cache.attention_layers(self.past_key_values)
-        held = [held[i] for i in self.read] or held
+        held = [held[i] for i in self.layers_read] or held
         return tuple(cache.shown_attentions(*pair) for pair in zip(held, layers, strict=True))
 
     def result(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:

@@ -169,8 +169,8 @@ def speculative_decoding(request: Request, wrap_sampler: WrapSampler | None = No
         read_text = read_text_of(runner.past_key_values, request.drafter)
         proposer, unread = drafting_of(request, runner, noise, read_text)
         wrapped = sampler if wrap_sampler is None else wrap_sampler(sampler)
-        order = layers_read(request.target), are_streams_first(request.target)
-        collector = OutputCollector(config, runner.past_key_values, *order)
+        of_layers = layers_read(request.target), are_streams_first(request.target)
+        collector = OutputCollector(config, runner.past_key_values, *of_layers)
         eager = EagerExecutor(runner, proposer, unread, wrapped, sequences, stopping, collector)
         layer_ids = request.drafter.config.resolve_layer_ids(len(decoder_layers(request.target)))
         with (

@@ -38,10 +38,10 @@ class Operation:
             with torch.cuda.device(device):  # Triton launches on the current one
                 return self.kernel()(*args, **kwargs)
 
-        OPERATIONS[self.name] = self
         self.run = run
         self._op = torch.library.custom_op(f"eagle31::{self.name}", run, mutates_args=mutates)
         self._op.register_fake(shapes or reference)
+        OPERATIONS[self.name] = self
         functools.update_wrapper(self, reference)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -273,12 +273,13 @@ def shown_round(found: Round, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     [tokens], [drafts] = found.tokens, found.drafts
     count = found.num_accepted[0] or 0
     parents = [*range(len(drafts))] if found.parents is None else found.parents[0]
+    accepted = tokens[:count]
 
     def below(node: int, depth: int, is_on_path: bool) -> Iterator[dict[str, Any]]:
         """Yields the drafts that follow a node at that depth, each followed by those below it."""
         for child, token in enumerate(drafts, 1):
             if parents[child - 1] == node:
-                is_accepted = is_on_path and depth <= count and token == tokens[depth - 1]
+                is_accepted = is_on_path and depth <= len(accepted) and token == accepted[depth - 1]
                 yield {"text": _text_of(token, tokenizer), "depth": depth, "is_accepted": is_accepted}
                 yield from below(child, depth + 1, is_accepted)
 

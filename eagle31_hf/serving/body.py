@@ -115,9 +115,9 @@ def _texts(body: dict[str, Any]) -> Iterator[str]:
 
 
 def _generation_config(text: str, served: Served) -> str:
-    """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs, in which
-    null stands for what is as it always is. Raises RequestError for an argument that a client may not give, or not with
-    this value."""
+    """Returns the arguments of generate() in a request, for `GenerationConfig`. Clients send whole configs: nulls
+    and empty lists, for what is not set, are left out. Raises RequestError for an argument that a client may not give,
+    or not with this value."""
     given = dict[str, Any]()
     for name, value in _object(text, CONFIG, "an object", CONFIG).items():
         if value in (None, []) or name == "transformers_version":

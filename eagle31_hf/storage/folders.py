@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, and the JSON and text files in them."""
 
+import errno
 import json
 import os
 import secrets
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+NAME_ANOTHER = "Name another, or remove it."
 
 
 def json_text(value: Any) -> str:
@@ -48,15 +51,18 @@ def replace_json(path: Path, value: Any) -> None:
         write_json(staged, value)
 
 
-def check_new_folder(destination: Path, remedy: str = "Name another, or remove it.") -> None:
+def check_new_folder(destination: Path, remedy: str = NAME_ANOTHER) -> None:
     """Raises ValueError where something is at `destination` already, or in the way to it; `remedy` says what to do
     about it."""
-    is_empty = destination.is_dir() and not any(destination.iterdir())
-    if destination.is_symlink() or (destination.exists() and not is_empty):
-        raise ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
+    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+        raise _taken(destination, remedy)
     above = next((parent for parent in destination.parents if parent.exists()), None)
     if above is not None and not above.is_dir():
         raise ValueError(f"{destination}: {above} is a file; expected a folder to write into.")
+
+
+def _taken(destination: Path, remedy: str = NAME_ANOTHER) -> ValueError:
+    return ValueError(f"{destination}: is there already; expected a folder that is new or empty. {remedy}")
 
 
 @contextmanager
@@ -73,9 +79,10 @@ def new_folder(destination: Path) -> Iterator[Path]:
         yield staging
         try:
             os.replace(staging, destination)
-        except OSError:
-            check_new_folder(destination)  # another process may have been there first
-            raise
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY):
+                raise
+            raise _taken(destination) from None
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -117,7 +117,9 @@ def few_rows(model: PreTrainedModel, groups: Iterable[Sequence[Any]] = ()) -> It
         yield FewRows(sum(few.num_bytes for few in prepared.values()), _is_exact(model, prepared))
     finally:
         with _users.lock:
-            _restore([first for first, *_ in prepared if _users.leave(first)])
+            for first, *_ in prepared:
+                if _users.leave(first):
+                    _restore([first])
 
 
 def _restore(layers: list[nn.Linear]) -> None:

@@ -36,7 +36,7 @@ from .decoder_layer import (
     why_not_fusable,
 )
 from .few_rows import FewRows, can_pack, few_rows
-from .layers import decoder_layers, decoder_of
+from .layers import decoder_layers, decoder_of, loops_of
 from .plain_values import values_of_module
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .rows_layer import RowsLayer
@@ -66,7 +66,9 @@ class Pair:
     residual: Tensor
 
 
-NO_NORM = nn.Identity()  # always this one, by which a verdict is known again
+# Stands for a final norm that is missing; one for all targets, as a verdict is known by the ids of modules. It is never
+# run.
+NO_NORM = nn.Identity()
 # Of a target's trial: the modules and forwards that it was made with, and what `why_not_fused` returns.
 _verdicts: WeakKeyDictionary[PreTrainedModel, tuple[tuple, list[str | None]]] = WeakKeyDictionary()
 _users = Users()
@@ -207,7 +209,10 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
 def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]:
     restore(stages)  # a copy made within a context has its stand-ins
     *layers, norm = stages
+    first, end, times = loops_of(target.config.get_text_config(decoder=True))
     reasons = [why_not_fusable(layer) for layer in layers]
+    if times > 1:
+        reasons[first:end] = ["it runs several times in a forward"] * (end - first)
     if all(reasons):
         return [*reasons, "it follows none that is fused"]
     try:

@@ -69,9 +69,10 @@ class CapturedStates:
 
     The hooks also see forwards that are not the call's own: those of other threads with the same target, and those that
     the user's streamers, logits processors, stopping criteria and hooks make during the call. The call's own forwards
-    are those of its thread that write to its cache, `past_key_values`, or, where that is None, all of its thread.
-    `config`: the target's, of its text. Of a layer that a forward runs several times (looped transformers) the last
-    states count. `on_forward` is called after each of the call's own forwards.
+    are those of its thread that are given its cache, `past_key_values`, or, where that is None, all of its thread.
+    `config`: the target's, of its text. `on_forward` is called after each of the call's own forwards.
+
+    Of a layer that a looped transformer runs several times in a forward the last states are kept.
     """
 
     def __init__(self, num_states: int, past_key_values: Cache | None = None, config: PreTrainedConfig | None = None):
@@ -81,8 +82,9 @@ class CapturedStates:
         self._num_streams = getattr(config, "hc_mult", None) or getattr(config, "hc_count", None)
         self._chunks: list[list[Tensor]] = [[] for _ in range(num_states)]
         self._thread, self._past_key_values = threading.get_ident(), past_key_values
-        self._forwards: list[bool] = []  # whether each forward under way, the innermost last, is our own
-        self._num_before = [0] * num_states  # chunks of each layer that earlier forwards have left
+        self._is_looped = config is not None and loops_of(config)[2] > 1
+        # of each forward under way, the innermost last: None, or, of our own, how many chunks each layer had before
+        self._forwards: list[list[int] | None] = []
         self.on_forward: Callable[[], None] | None = None
 
     def begin(self, arguments: Iterable[object]) -> bool:
@@ -90,20 +92,19 @@ class CapturedStates:
         if threading.get_ident() != self._thread:
             return False
         is_ours = self._past_key_values is None or any(argument is self._past_key_values for argument in arguments)
-        self._forwards.append(is_ours)
-        if is_ours:
-            self._num_before = [len(chunks) for chunks in self._chunks]
+        self._forwards.append([len(chunks) for chunks in self._chunks] if is_ours else None)
         return is_ours
 
     def end(self, has_failed: bool) -> None:
         """The innermost forward under way ends."""
         if threading.get_ident() == self._thread:
-            is_ours = self._forwards.pop()
+            is_ours = self._forwards.pop() is not None
             if is_ours and not has_failed and self.on_forward is not None:
                 self.on_forward()
 
     def append(self, index: int, states: Tensor) -> None:
-        is_ours = self._past_key_values is None or (self._forwards and self._forwards[-1])
+        num_before = self._forwards[-1] if self._forwards else None
+        is_ours = self._past_key_values is None or num_before is not None
         if is_ours and threading.get_ident() == self._thread:
             if self._stream is not None and states.dim() == 4:
                 states = states[self._stream]
@@ -114,7 +115,9 @@ class CapturedStates:
                     f"EAGLE drafting: the target's layers pass states of shape {tuple(states.shape)} on; expected"
                     f" (batch, tokens, {self._width or 'width'}). It does not work with this architecture."
                 )
-            self._chunks[index][self._num_before[index] :] = [states]
+            if self._is_looped and num_before is not None:
+                del self._chunks[index][num_before[index] :]  # of an earlier run in this forward
+            self._chunks[index].append(states)
 
     def take(self) -> Tensor:
         """Everything captured since the last call, concatenated: (B, T, n*ht) on the device of the last layer read."""
@@ -157,28 +160,29 @@ def are_streams_first(target: PreTrainedModel) -> bool:
 
 
 def loops_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Returns which layers of a looped transformer a forward runs several times, from the first of them to the one
-    after the last, and how many times, by a target's text config; (0, 0, 1) of other targets."""
-    if hasattr(config, "loop_num_passes"):  # Inkling 2's
+    """Returns (first, end, times) of a looped transformer, by a target's text config: a forward runs the layers `first`
+    to `end` - 1 one after the other, then all of them again, `times` times in all. (0, 0, 1) of other targets."""
+    if getattr(config, "loop_num_passes", None):  # Inkling 2's
         return config.loop_layer_index_start, config.loop_layer_index_end, config.loop_num_passes
-    if hasattr(config, "n_recurrent_loops"):  # Dory's
+    if getattr(config, "n_recurrent_loops", None):  # Dory's
         first = config.n_input_layers
         return first, first + config.n_recurrent_layers, config.n_recurrent_loops
     return 0, 0, 1
 
 
 def add_loops(cache: Cache, config: PreTrainedConfig) -> None:
-    """Adds the layers in which later runs of a looped transformer's layers keep their keys to an empty cache, as the
-    target's first forward does: during a call of ours it would find other layers than its own."""
+    """Adds to a cache that has one layer for each of a looped transformer's those in which their later runs keep keys,
+    run by run. The target's first forward would add copies itself, but within a call of ours the cache's layers are
+    slot layers, which it must not copy. Changes nothing of a cache that has them, or has no layers yet."""
     first, end, times = loops_of(config)
     if times > 1 and len(cache.layers) == config.num_hidden_layers:
         cache.layers += [copy.deepcopy(layer) for layer in cache.layers[first:end] * (times - 1)]
 
 
 def layers_read(target: PreTrainedModel) -> list[int]:
-    """Returns which of a cache's layers with keys each run of a layer reads, in the order of a forward; nothing where
-    that is one after the other. Later runs of a looped transformer read layers that `add_loops` adds; the last layers
-    of Gemma 3n and 4, which keep no keys, those of the last layer of their kind that does."""
+    """Returns which of a cache's layers each run of a layer reads, in the order of a forward; an empty list where run i
+    reads layer i. Later runs of a looped transformer read layers that `add_loops` adds; the last layers of Gemma 3n and
+    4, which keep no keys, those of the last layer of their kind that does."""
     config = target.config.get_text_config(decoder=True)
     first, end, times = loops_of(config)
     if times > 1:
@@ -199,10 +203,10 @@ def capture_states(
     layers, config = decoder_layers(target), target.config.get_text_config(decoder=True)
     captured = CapturedStates(len(layer_ids), past_key_values, config)
     with ExitStack() as hooks:
-        num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
-        reads_shared = past_key_values is not None and max(layer_ids) > num_own_keys
-        for hook in _forward_hooks(decoder_of(target), captured, reads_shared):
-            hooks.enter_context(hook)
+        if past_key_values is not None or loops_of(config)[2] > 1:
+            num_own_keys = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
+            for hook in _forward_hooks(decoder_of(target), captured, max(layer_ids) > num_own_keys):
+                hooks.enter_context(hook)
         for index, layer_id in enumerate(layer_ids):
             hooks.enter_context(_hook(layers, layer_id, partial(captured.append, index)))
         yield captured
@@ -232,7 +236,7 @@ def _forward_hooks(decoder: nn.Module, captured: CapturedStates, reads_shared: b
 
 def _hook(layers: nn.ModuleList, layer_id: int, append: Callable[[Tensor], None]):
     """Has `append` called with the state at a layer: 0 is the input of the first layer, i the output of the i-th
-    (counted from 1), before any final norm."""
+    (counted from 1), before any final norm; of one that is run several times, each time."""
     if layer_id == 0:
 
         def before(module, args, kwargs=None):

@@ -248,7 +248,7 @@ def random_tree(target: PreTrainedModel) -> Tree:
 
 
 def empty_cache(target: PreTrainedModel) -> DynamicCache:
-    """A cache for a target, as generate() makes it."""
+    """An empty cache for a target, with the layers of later runs of a looped one."""
     config = target.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     add_loops(cache, config)

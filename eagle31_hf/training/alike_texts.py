@@ -20,7 +20,9 @@ class AlikeTexts:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._text, self._ids = "", list[int]()  # of the reference
-        self._marks = list[tuple[int, int, int]]()  # of its special tokens: end, begin, place of the id
+        self._marks = list[
+            tuple[int, int, int]
+        ]()  # of its special tokens, in order: where each ends and begins in the text, and its place among the ids
         self._kept = dict[str, list[int]]()
         self._num_checked = 0
         self._reuses_prefix = bool(tokenizer.is_fast)
@@ -43,7 +45,8 @@ class AlikeTexts:
         return expected
 
     def _from_the_reference(self, text: str) -> list[int] | None:
-        """Returns the ids of a text by those of the reference; None where they share no special token."""
+        """Returns the ids of a text by those of the reference; None where they share no special token, or
+        its id is another where the end is tokenized alone."""
         last = bisect_right(self._marks, num_alike(self._text, text), key=lambda mark: mark[0]) - 1
         if last < 0:
             return None

@@ -1,4 +1,4 @@
-"""Answers of the target to prompts of token ids, token for token as it generates them. B prompts, T tokens."""
+"""Answers of the target to prompts of token ids, token for token as it generates them. T tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -27,7 +27,7 @@ def usual_rate(matrix_rate: float | None) -> float:
     return RATE_ALONE if matrix_rate is None else RATE
 
 
-def own(default: Any, about: str) -> Any:
+def drafter_field(default: Any, about: str) -> Any:
     """Returns the field of an argument that only drafters have, with its help."""
     return field(default=default, metadata={"help": about})
 
@@ -55,29 +55,33 @@ class Eagle31TrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = False
     ddp_timeout: int = 86_400  # seconds; while one process makes data the others wait
 
-    matrix_learning_rate: float | None = own(
+    matrix_learning_rate: float | None = drafter_field(
         MATRIX_RATE, "rate of Muon, which trains the matrices of fc and layers; None: `optim` trains all"
     )
-    depth: int = own(4, f"steps the drafter is unrolled, 1 to {MAX_DEPTH}")
-    depth_decay: float = own(0.8, "depth k weighs depth_decay ** k")
-    depth_weights: list[float] | None = own(None, "a weight for each depth, instead of depth_decay")  # noqa: RUF009
-    loss: str = own(DEFAULT_LOSS, "distance to the target, or a mixture of several")
-    loss_mask: str = own("serving", f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}")
-    normalisation: str = own("token", f"what is averaged over: {', '.join(NORMALISATIONS)}")
-    train_prompts: bool = own(True, "also learn from the tokens before and between answers; evaluations do not")
-    position_reach: int | None = own(
+    depth: int = drafter_field(4, f"steps the drafter is unrolled, 1 to {MAX_DEPTH}")
+    depth_decay: float = drafter_field(0.8, "depth k weighs depth_decay ** k")
+    depth_weights: list[float] | None = drafter_field(None, "a weight for each depth, instead of depth_decay")  # noqa: RUF009
+    loss: str = drafter_field(DEFAULT_LOSS, "distance to the target, or a mixture of several")
+    loss_mask: str = drafter_field(
+        "serving", f"which chains are supervised where train_prompts is off: {', '.join(CONVENTIONS)}"
+    )
+    normalisation: str = drafter_field("token", f"what is averaged over: {', '.join(NORMALISATIONS)}")
+    train_prompts: bool = drafter_field(
+        True, "also learn from the tokens before and between answers; evaluations do not"
+    )
+    position_reach: int | None = drafter_field(
         None,
         "positions are spread up to so many by a skip in each text (PoSE), at most to the drafter's"
         f" max_position_embeddings; 0: not; by default {TIMES_LONGER} times max_length",
     )
-    max_length: int = own(4096, "tokens of a packed sequence, at most")
-    packing: bool = own(True, "several texts to a sequence, which do not see each other")
-    train_embeddings: bool = own(False, "also train the drafter's own table, where it has one")
-    train_head: bool = own(True, "also train the drafter's own head, where it has one")
-    shard_target: bool = own(False, "each process keeps a part of every layer of the target (FSDP2)")
-    eval_depth: int | None = own(None, "tokens drafted a round when evaluating, by default as many as depth")
-    eval_prompts: int = own(4, "prompts that generate() decodes at an evaluation; 0: none")
-    eval_max_new_tokens: int = own(64, "tokens of each")
+    max_length: int = drafter_field(4096, "tokens of a packed sequence, at most")
+    packing: bool = drafter_field(True, "several texts to a sequence, which do not see each other")
+    train_embeddings: bool = drafter_field(False, "also train the drafter's own table, where it has one")
+    train_head: bool = drafter_field(True, "also train the drafter's own head, where it has one")
+    shard_target: bool = drafter_field(False, "each process keeps a part of every layer of the target (FSDP2)")
+    eval_depth: int | None = drafter_field(None, "tokens drafted a round when evaluating, by default as many as depth")
+    eval_prompts: int = drafter_field(4, "prompts that generate() decodes at an evaluation; 0: none")
+    eval_max_new_tokens: int = drafter_field(64, "tokens of each")
 
     def __post_init__(self):
         self._check_kinds()

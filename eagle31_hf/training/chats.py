@@ -227,7 +227,8 @@ def _said_after(render: Callable[[list[dict[str, Any]], bool], str], messages: l
     asks for an answer or without.
 
     Templates render a message otherwise where it is the last, and leave out what a prompt ends with (a thought begun,
-    or an empty one): None for the latter, where what differs is said. Raises Skipped where nothing tells what is said.
+    or an empty one). Returns None where that is all they do: what is said is then what differs. Raises Skipped where
+    nothing tells what is said.
     """
     asked = messages[:-1]
     prompt, answered = render(asked, True), render(messages, False)

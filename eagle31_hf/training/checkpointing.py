@@ -43,6 +43,7 @@ class CheckpointingTrainer(Trainer):
         self.facts: dict[str, Any] = {}
         self.saved_step: int | None = None  # of the best checkpoint, once its weights are loaded
         self._matrix_rate = 0.0
+        # the class of an optimizer that the caller hands over, which then trains everything
         given = None if self.optimizer is None else type(self.optimizer)
         given = self.optimizer_cls_and_kwargs[0] if self.optimizer_cls_and_kwargs else given
         self.has_muon = given is None and self.args.matrix_learning_rate is not None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -215,7 +214,10 @@ def final_norm(bare: PreTrainedModel) -> nn.Module:
     none does."""
     given = list[tuple[nn.Module, Any]]()
     num_ids, _ = shape_of(bare.get_input_embeddings())
-    with register_module_forward_hook(lambda module, args, output: given.append((module, output))):
+    with ExitStack() as hooks:
+        for module in bare.modules():
+            hook = module.register_forward_hook(lambda module, args, output: given.append((module, output)))
+            hooks.callback(hook.remove)
         last = last_state(bare, torch.arange(PROBE_TOKENS)[None] % num_ids)
     for module, output in given:  # inner modules return before outer ones: the first with this tensor has made it
         if output is last:

@@ -35,7 +35,8 @@ class EngineStates:
     """Gives the states of texts, as servers of vLLM that were met give them.
 
     `ends`: the target's embedding and head; `norm`: its final norm, which makes of the last layer's output what the
-    head reads.
+    head reads. `server_layers`: `layer_ids`, and after them the last layer, whose output a server gives, too;
+    `server_options`: with what vLLM is started to give them; `probe`: the request by which servers are checked.
     """
 
     servers: Servers
@@ -46,7 +47,7 @@ class EngineStates:
     def __post_init__(self):
         self.scoring = self.ends.scoring
         self.num_layers = num_layers_of(self.ends.config.get_text_config(decoder=True))
-        self.server_layers = [*self.layer_ids, self.num_layers]  # whose states a server gives
+        self.server_layers = [*self.layer_ids, self.num_layers]
         self.server_options = options_of_server(self.server_layers, "FOLDER")
         self.probe = _request([token % self.ends.embedding.num_embeddings for token in PROBE])
 

@@ -184,6 +184,7 @@ class EngineAnswers(AnswerSource):
             logits = self.target(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1].float()
             chosen = logits.gather(-1, ids[0, len(request.prompt) :, None].to(logits.device))[:, 0]
             unlikely += int(((chosen - logits.amax(-1)).exp() < UNLIKELY).sum())
+            del logits  # of all the vocabulary: not two answers' at once
         if unlikely > max(1, MOST_UNLIKELY * total):
             raise ValueError(
                 f"{name} gives greedy answers that the target does not: {unlikely} of {total} tokens are unlikely to"

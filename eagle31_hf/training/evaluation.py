@@ -97,8 +97,8 @@ class TrainingFigures:
 
 
 def share_of(examples: Any, index: int, count: int) -> Dataset:
-    """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on, and where other
-    processes have one more a blank one, of which nothing is counted, with states where the others have them."""
+    """Returns the examples that one of `count` processes evaluates: every `count`-th from `index` on. Where other
+    processes have one more, a blank one is added, of which nothing is counted; it has states where the examples do."""
     share: Any = Subset(examples, range(index, len(examples), count))
     if len(share) < -(-len(examples) // count):
         first = examples[0]

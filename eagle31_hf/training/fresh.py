@@ -49,7 +49,7 @@ def new_drafter(
     values = {name: of_first_layer(text_config, name) for name in SAME}
     values |= {name: getattr(text_config, name, None) for name in SPECIAL_IDS}
     rope = getattr(text_config, "rope_parameters", None)
-    if rope and "rope_type" not in rope:  # each type of layer has its own
+    if rope and "rope_type" not in rope:  # each type of layer has its own: those of full attention are taken
         rope = rope.get("full_attention") or next(iter(rope.values()))
     values = {name: value for name, value in values.items() if value is not None} | {
         "hidden_size": text_config.hidden_size,

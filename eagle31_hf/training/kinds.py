@@ -130,7 +130,8 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 
 
 def _wrong(what: str, fault: str, value: Any, expected: str) -> Skipped:
-    """Returns the refusal of a value by what is wrong with it, as in "tools are" "no list of objects"."""
+    """Returns the refusal of a value: its reason is `what` and `fault`, as in "tools are" and "no list of objects", and
+    its details quote the value and say what was expected."""
     return Skipped(f"{what} {fault}", f"{what} {SHORT.repr(value)}; expected {expected}.")
 
 

@@ -67,7 +67,7 @@ def means_of(sums: Tensor) -> dict[str, list[float]]:
 class Batch:
     """A batch with the target's states: token ids, answer mask and numbers of packed texts (B, T), 0 padding; aux
     hidden states (B, T, n*ht), the states that enter the target's head (B, T, ht); what is added to positions (B, T)
-    where they are spread, see `documents`.
+    where they are spread, as `position_skips` draws it.
 
     No dataclass: FSDP would look into it, and round the target's states to the dtype it trains in.
     """

@@ -120,11 +120,12 @@ def check_output(folder: str | Path, resume: bool = False, overwrite: bool = Fal
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raises ValueError, naming the first, where files or checkpoints that would be set aside as an earlier run's are
-    not known to be one's.
+    """Raises ValueError, naming the first, where there are files or checkpoints that would be set aside as an earlier
+    run's and that no run is known to have written.
 
     A run's own are those beside its record, and in folders without one, as another trainer leaves them, checkpoints of
-    drafters of which one at least is whole. The Trainer writes its state there before the record.
+    drafters of which one at least is whole; the Trainer's state may lie alone in a folder, where it is written before
+    the record.
     """
     found = [path for path in checkpoints(folder) if {file.name for file in path.iterdir()} - {STAGED_RECORD}]
     configs = (each / name for each in (folder, *found) for name in ("config.json", "adapter_config.json"))

@@ -13,7 +13,7 @@ from .servers import EngineOptions
 MASKS = ("answers", "all")
 LEAST_TEXT = 4  # tokens of a piece of plain text
 RECORDS_PER_SHARD = 64
-RECORDS_PER_LARGE_SHARD = 1024  # of an engine, which answers what it is asked at once, and of tokens alone
+RECORDS_PER_LARGE_SHARD = 1024  # of tokens alone, read or answered by an engine, which is asked for all at once
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class PreparationOptions:
     def for_target(self, target: PreTrainedModel) -> "PreparationOptions":
         """Returns the options with the records of a shard and the layers and dtype of the states filled in. Raises
         ValueError for layers that the target does not have."""
-        runs_target = self.states or (self.regenerate and self.engine is None)
-        num_records = self.records_per_shard or (RECORDS_PER_SHARD if runs_target else RECORDS_PER_LARGE_SHARD)
+        is_slow_or_large = self.states or (self.regenerate and self.engine is None)
+        num_records = self.records_per_shard or (RECORDS_PER_SHARD if is_slow_or_large else RECORDS_PER_LARGE_SHARD)
         if not self.states:
             return replace(self, records_per_shard=num_records)
         asked = self.layer_ids or layer_ids_for(target.config.get_text_config(decoder=True))

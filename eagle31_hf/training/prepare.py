@@ -87,13 +87,13 @@ def prepare_data(
     builder.meet_engine(read_manifest(output) if is_complete else None)
     manifest = builder.manifest(source)
 
-    def missing() -> list[int]:  # in the store, which is made or found there
+    def opened() -> list[int]:  # makes the store, or finds it, and returns the shards that it lacks of this part
         open_store(output, manifest, builder.earlier)
         if builder.reader is not None and part[0] == 0:
             save_target_parts(output, builder.reader.ends, asdict(builder.reader.scoring))
         return missing_shards(output, part)
 
-    _make_shards(builder, output, of_all(missing), tell, is_writer)
+    _make_shards(builder, output, of_all(opened), tell, is_writer)
     prepared = of_all(lambda: _summary(output))
     if prepared.shards == prepared.num_shards and not prepared.rows:
         most = Counter(prepared.skipped).most_common(MOST_REASONS)

@@ -250,14 +250,18 @@ def _dataset(source: str, split: str, max_samples: int | None) -> Any:
         if isinstance(saved, dict) and split not in saved:
             raise ValueError(f"{source}: has no split {split!r}; expected one of {', '.join(saved)}.")
         return saved[split] if isinstance(saved, dict) else saved
-    return _of_hub(source, split, max_samples)
+    return _of_hub(source, split) if max_samples is None else _streamed(source, split, max_samples)
 
 
-@lru_cache(maxsize=4)  # `read_records` and `identity` both ask for it
-def _of_hub(source: str, split: str, max_samples: int | None) -> Any:
+def _of_hub(source: str, split: str, **options: Any) -> Any:
     name, _, config = source.partition(":")
-    found = _datasets(source).load_dataset(name, config or None, split=split, streaming=max_samples is not None)
-    return found if max_samples is None else [*found.take(max_samples)]
+    return _datasets(source).load_dataset(name, config or None, split=split, **options)
+
+
+@lru_cache(maxsize=4)  # `read_records` and `identity` both ask for them
+def _streamed(source: str, split: str, max_samples: int) -> list[Any]:
+    """Returns the first rows of a dataset of the Hub."""
+    return [*_of_hub(source, split, streaming=True).take(max_samples)]
 
 
 def _datasets(source: str) -> Any:

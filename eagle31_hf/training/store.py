@@ -145,8 +145,10 @@ def _publish(staged: Path, path: Path) -> None:
     """Has a file go by another name. Raises FileExistsError where there is one of that name."""
     try:
         os.link(staged, path)  # unlike a rename, it fails for all but the first
+    except FileExistsError:
+        raise
     except OSError:  # FAT, network and cloud folders have no links: of two at the same moment the last wins there
-        if os.path.lexists(path):
+        if path.exists():
             raise FileExistsError(path) from None
         os.replace(staged, path)
 

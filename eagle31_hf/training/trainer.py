@@ -128,15 +128,15 @@ class Eagle31Trainer(CheckpointingTrainer):
         draws = generator_of(self.args.seed, self.state.global_step, self.args.process_index)
         how = self.args.train_prompts, self._image_ids, self.position_reach, draws
         samples = [as_trained(batch, *how) for batch in samples]
+        for batch in samples:
+            self._figures.begin(batch["documents"])
         if isinstance(self.reader, TargetReader) and self.reader.is_apart:
             ahead = StatesAhead(self._read_apart, samples)
             samples = [batch | {"ahead": ahead} for batch in samples]
         settings = self.args.settings()
         ways = (settings.depth, settings.convention, settings.normalisation)
-        totals = torch.zeros(settings.depth, dtype=torch.long)
-        for batch in samples:
-            self._figures.begin(batch["documents"])
-            totals += loss_denominators(batch["answers"], batch["documents"], *ways)
+        denominators = [loss_denominators(batch["answers"], batch["documents"], *ways) for batch in samples]
+        totals = torch.stack(denominators).sum(0) if samples else torch.zeros(settings.depth, dtype=torch.long)
         return samples, self.accelerator.reduce(totals.to(device), "sum")
 
     def training_step(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:

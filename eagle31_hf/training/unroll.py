@@ -32,9 +32,9 @@ def unroll(
     Entry t of depth k is of the chain of position t; chains whose tokens would lie past the end are left out.
     `input_ids` (B, T); `states` (B, T, n*ht): aux hidden states of the target. `documents` (B, T): the number of the
     packed text each token belongs to; texts do not see each other, and each has positions of its own, to which `skips`
-    (B, T) are added, see `documents`. Gradients flow through all depths; with `recompute` the backward pass runs
-    each depth again instead of keeping what it computed. `observe` sees layer 0 attend. Raises ValueError for a depth
-    that no chain has tokens for, and for attention dropout.
+    (B, T), as `position_skips` draws them, are added. Gradients flow through all depths; with `recompute` the backward
+    pass runs each depth again instead of keeping what it computed. `observe` sees layer 0 attend. Raises ValueError for
+    a depth that no chain has tokens for, and for attention dropout.
     """
     num_positions = input_ids.shape[1] - 1
     if not 1 <= depth <= num_positions:

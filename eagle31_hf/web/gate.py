@@ -38,7 +38,7 @@ def error_response(
 TOO_LONG = error_response(413, f"the request is longer than {MAX_BODY} bytes; expected less.", code="too_long")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # no key in a log
 class Gate:
     """An ASGI application around another, which refuses requests that are not for it.
 
@@ -59,6 +59,8 @@ class Gate:
 
     def __post_init__(self) -> None:
         self.hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in self.hosts)}
+        self.free = {*self.free}
+        self.headers = [NO_SNIFFING, *self.headers]
         self._num_inside = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -68,7 +70,7 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # before it is accepted: an answer of 403
             return
-        exchange, refusal = _Exchange(receive, send, [NO_SNIFFING, *self.headers]), self.refusal(scope)
+        exchange, refusal = _Exchange(receive, send, self.headers), self.refusal(scope)
         if refusal is not None:
             await exchange.refuse(refusal)
             return
@@ -121,7 +123,7 @@ class Gate:
 class _Exchange:
     """A request and its answer, which has headers that stand on every one."""
 
-    def __init__(self, receive: Any, send: Any, headers: list[tuple[bytes, bytes]]):
+    def __init__(self, receive: Any, send: Any, headers: Iterable[tuple[bytes, bytes]]):
         self._receive = receive
         self._send = send
         self._headers = headers
@@ -130,8 +132,8 @@ class _Exchange:
         self._is_refused = False
 
     async def receive(self) -> Any:
-        """Receives a part of the request, as ASGI's `receive`. Refuses it once MAX_BODY bytes have come, whatever its
-        headers say; the application then sees a disconnect."""
+        """Receives a part of the request, as ASGI's `receive`. Refuses it once more than MAX_BODY bytes have come,
+        whatever its headers say; the application then sees a disconnect."""
         message = await self._receive()
         self._length += len(message.get("body", b""))
         if self._length <= MAX_BODY:
