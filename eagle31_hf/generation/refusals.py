@@ -24,6 +24,7 @@ from ..modeling import Eagle31DrafterModel
 from ..targets.layers import decoder_layers, loops_of
 from .sequences import Stopping
 
+DIFFERS_BY_STEPS = "so that over several tokens it computes something else than one by one"
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
@@ -39,10 +40,10 @@ def why_no_target(model_class: type, config: PreTrainedConfig) -> str | None:
     if hasattr(config, "vision_config") and hasattr(text, "cross_attention_layers"):
         return f"{name} keeps an image's states among its cached keys; expected a target whose cache holds the text's"
     if loops_of(text)[2] > 1 and getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
-        return (
-            f"{name} keeps the keys of its last loop alone, so that over several tokens it computes something else than"
-            " one by one; expected recurrent_kv_cache_mode='per_loop' in the config"
-        )
+        expected = "expected recurrent_kv_cache_mode='per_loop' in the config"
+        return f"{name} keeps the keys of its last loop alone, {DIFFERS_BY_STEPS}; {expected}"
+    if config.model_type == "moshi":
+        return f"{name} keeps the keys of a window, and masks none among new ones, {DIFFERS_BY_STEPS}; expected another"
     is_stateful = getattr(model_class, "_is_stateful", False)
     own = DynamicCache(config=text) if is_stateful else None
     if own is not None and not is_recurrent(own) and not has_compressed(own):

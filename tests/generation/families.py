@@ -305,6 +305,7 @@ FAMILIES = {
     **{name: of_recurrent(name, *kind) for name, kind in RECURRENT_FAMILIES.items()},
     **{name: Family(*kind, **({"tree": CHAINS} if HAS_METHODS else ALWAYS_REFUSED)) for name, kind in STREAMS.items()},
     "DeepSeek-V4": Family(*COMPRESSED, tree=CHAINS, batch=NOT_DRAFTED),
+    "Moshi, window": Family("MoshiConfig", WINDOWED | {"ffn_dim": 40}, **ALWAYS_REFUSED),
     "MiniMax": Family(
         "MiniMaxConfig",
         SHAPE | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
