@@ -252,6 +252,15 @@ class HybridSlotLayer(SlotLayer, StatesBeside):
         self.stock = stock
         SlotLayer.__init__(self, placement, limit, window)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises RuntimeError where tokens are to be removed, as from a copy that was made within a call: states cannot
+        be taken back."""
+        if tokens_to_remove:
+            raise RuntimeError(
+                "got tokens to remove from a copy of a cache that was made within a drafted call; expected none: its"
+                " recurrent states are those after all of its tokens. Copy it before or after the call."
+            )
+
 
 def slot_layers(cache: Cache) -> list[SlotLayer]:
     """Returns the layers of a cache that are slot layers: all of a cache in use but those that hold nothing."""

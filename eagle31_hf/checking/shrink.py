@@ -24,9 +24,10 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth
 FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 SHARED_KEYS = "num_kv_shared_layers"  # so many last layers share others' keys
 COUNTS_OF_LAYERS = (*FIRST_LAYERS, "max_window_layers", SHARED_KEYS)
+PARTS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")  # of Dory, which are all of its layers
 ROPES = ("rope_parameters", "rope_scaling")
 # of a decoder with random weights, or its text would repeat one token
-SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False}
+SPREAD = {"initializer_range": 0.5, "tie_word_embeddings": False, "ngpt_alpha_init": 0.6}
 # Fields that load third-party code or make tables of any length, and that no language model needs.
 NOT_READ = (
     "attn_implementation",
@@ -82,10 +83,10 @@ RULES: tuple[tuple[str, int | Callable[[int, dict[str, Any]], int]], ...] = (
     (r"(\w+_)?(num_key_value_heads|num_kv_heads|kv_n_heads|n_kv_heads|num_global_key_value_heads)", key_value_heads),
     (r"o_groups|linear_num_key_heads|(mamba_)?n_groups?|num_expert_group", 2),
     # Looped transformers run some layers again: Inkling 2 those from `loop_layer_index_start` to `loop_layer_index_end`
-    # less 1, which go by blocks of `n_layers_per_attn_res_block`; Dory `n_recurrent_layers`, which with those before
-    # and after them are the 8 of `_depth`.
+    # less 1, which go by blocks of `n_layers_per_attn_res_block`; Dory `n_recurrent_layers`.
     (r"n_layers_per_attn_res_block|loop_layer_index_start|n_(input|output)_layers", 2),
-    (r"loop_layer_index_end|n_recurrent_layers", 4),
+    (r"loop_layer_index_end", 4),
+    (r"n_recurrent_layers", 8),
     (r"linear_num_value_heads", HEADS),
     (r"mamba_(n|num)_heads", lambda value, config: config.get("mamba_expand", 2) * WIDTH // HEAD_DIM),
     (r"mamba_d_ssm|attention_hidden_size", lambda *_: 2 * WIDTH),
@@ -171,7 +172,10 @@ def _size(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 def _depth(values: dict[str, Any], num_layers: int) -> int:
     """Returns how many first layers show every kind that a config names; twice as many where layers share the keys of
-    others, so that the second half can; of Dory an even number, eight at least."""
+    others, so that the second half can. Of Dory, whose config counts attention and MLP as a layer each: those of its
+    parts."""
+    if all(name in values for name in PARTS):
+        return sum(_size(name, values[name], values) for name in PARTS)
     depth = LEAST_LAYERS
     for name, value in values.items():
         kinds = [str(kind) for kind in _by_layer(name, value, num_layers)]
@@ -179,8 +183,6 @@ def _depth(values: dict[str, Any], num_layers: int) -> int:
             depth = max([depth, *(1 + kinds.index(kind) for kind in set(kinds))])
         if re.search(r"_(interval|period|step|freq|pattern)$", name) and type(value) is int and value <= num_layers:
             depth = max(depth, value)
-    if "n_recurrent_loops" in values:
-        depth = max(8, depth + depth % 2)  # Dory's layers count as two each, attention and MLP, see RULES
     return min(num_layers, 2 * depth if values.get(SHARED_KEYS) else depth)
 
 

@@ -103,6 +103,7 @@ LOOPED = WINDOWED | {
     "n_recurrent_layers": 2,
     "n_output_layers": 1,
     "n_recurrent_loops": 3,
+    "ngpt_alpha_init": 0.6,  # else a text repeats one token, whatever its layers say
 }
 VISION = {
     "hidden_size": 16,

@@ -14,6 +14,7 @@ from families import ASKED, DRAFTINGS, build_drafter, build_target
 from observers import num_hooks
 from states import KINDS, assert_same_states, held, is_same
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf.cache import adopt
 from eagle31_hf.cache.masks import SlotMask, ancestors_of
@@ -212,6 +213,25 @@ def test_an_offloaded_cache_is_refused():
         target_of("Qwen3-Next").generate(
             torch.tensor(PROMPT), assistant_model=build_drafter("Qwen3-Next"), **{CACHE: cache}, **ASKED, **CHAIN
         )
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "ZAYA", "LFM2"])
+def test_a_copy_that_a_streamer_makes_cannot_be_cropped(name):
+    """It would go on from states after drafts that were not accepted."""
+    target, copies = target_of(name), []
+
+    class Copies(BaseStreamer):
+        def put(self, value):
+            copies.append(copy.deepcopy(cache))
+
+        def end(self):
+            pass
+
+    cache = cache_of(target)
+    asked = {CACHE: cache, "streamer": Copies(), "max_new_tokens": 6, "do_sample": False}
+    target.generate(torch.tensor(PROMPT), assistant_model=build_drafter(name), **asked, **CHAIN)
+    with pytest.raises((RuntimeError, ValueError)):
+        copies[-1].crop(-1)
 
 
 def test_a_cache_that_writes_states_in_its_own_way_is_refused():
