@@ -115,16 +115,19 @@ class SlotLayer(DynamicLayer):
         end = high + num_new
         if not self.buffers or end - self.first > self.buffers[0].shape[-2]:
             self._make_room(seen_from, end, (key_states, value_states))
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            if place.slots is None or place.written is None:
-                buffer[..., high - self.first : end - self.first, :] = states
-            else:  # rows differ: each has slots of its own
+        keys, values = self.buffers
+        if place.slots is None or place.written is None:
+            keys[..., high - self.first : end - self.first, :] = key_states
+            values[..., high - self.first : end - self.first, :] = value_states
+        else:  # rows differ: each has slots of its own
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 rows = place.written.to(states.device)
                 buffer[rows[:, None], :, place.slots.to(states.device) - self.first] = states[rows].transpose(1, 2)
         self.end = end
         if self.fixed:
-            return self.buffers[0], self.buffers[1]
-        self.keys, self.values = self.held(end - seen_from)
+            return keys, values
+        self.keys = keys[..., seen_from - self.first : end - self.first, :]
+        self.values = values[..., seen_from - self.first : end - self.first, :]
         return self.keys, self.values
 
     def _passes_by(self, num_new: int) -> bool:

@@ -129,10 +129,12 @@ def attend_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     size, num_heads, num_new, width = query.shape
     rows = query.reshape(size, key.shape[1], -1, width)
     num_rows = rows.shape[2]
-    if mask is not None and mask.shape[2] > num_rows:
-        rows = pad(rows, (0, 0, 0, mask.shape[2] - num_rows))
+    num_spare = 0 if mask is None else mask.shape[2] - num_rows
+    if num_spare:
+        rows = pad(rows, (0, 0, 0, num_spare))
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out[:, :, :num_rows].reshape(size, num_heads, num_new, -1).transpose(1, 2)
+    out = out[:, :, :num_rows] if num_spare else out
+    return out.reshape(size, num_heads, num_new, -1).transpose(1, 2)
 
 
 def _first(states: Tensor, num_keys: int) -> Tensor:
