@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from eagle31_hf.cache_names import CACHE
+
 # of a tensor's own scale: in fp32, tokens computed together or one by one are 1e-6 apart, a wrong token is tenths
 TOLERANCE = 1e-4
 TIE = 1e-5  # of the scores' spread: two tokens that close are told apart by rounding alone
@@ -71,7 +73,7 @@ def of_outputs(each, ours: Any, alone: Any, tolerance: float, failed: bool) -> l
         return []
     if list(ours) != list(alone):
         return [Difference(f"fields {list(ours)}, alone {list(alone)}")]
-    padding, names = each.padding(), [name for name in ours if not (failed and name == "past_key_values")]
+    padding, names = each.padding(), [name for name in ours if not (failed and name == CACHE)]
     return [Difference(what) for name in names for what in of_values(name, ours[name], alone[name], tolerance, padding)]
 
 
