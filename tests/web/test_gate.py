@@ -116,6 +116,10 @@ def test_the_gate_s_own_headers_stand_on_every_answer():
         assert (headers[b"x-a"], headers[b"x-content-type-options"]) == (b"b", b"nosniff")
 
 
+def test_its_key_is_in_no_log():
+    assert "secret" not in repr(Gate(hello, [], lambda method, path: True, key="secret"))
+
+
 def test_whom_an_address_lets_in():
     addresses = ("127.0.0.1", "127.9.9.9", "0.0.0.0", "::")
     assert [is_of_this_machine(host) for host in addresses] == [True, True, False, False]
