@@ -36,7 +36,7 @@ from .decoder_layer import (
     why_not_fusable,
 )
 from .few_rows import FewRows, can_pack, few_rows
-from .layers import decoder_layers, decoder_of, loops_of
+from .layers import decoder_layers, decoder_of
 from .plain_values import values_of_module
 from .probe import ARENA, FAILURES, PREFIX, random_tree, tree_from_arena
 from .rows_layer import RowsLayer
@@ -209,10 +209,7 @@ def _tried(target: PreTrainedModel, stages: list[nn.Module]) -> tuple[list[str |
 def _trial(target: PreTrainedModel, stages: list[nn.Module]) -> list[str | None]:
     restore(stages)  # a copy made within a context has its stand-ins
     *layers, norm = stages
-    first, end, times = loops_of(target.config.get_text_config(decoder=True))
     reasons = [why_not_fusable(layer) for layer in layers]
-    if times > 1:
-        reasons[first:end] = ["it runs several times in a forward"] * (end - first)
     if all(reasons):
         return [*reasons, "it follows none that is fused"]
     try:

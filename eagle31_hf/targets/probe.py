@@ -194,8 +194,7 @@ def _rounding(target: PreTrainedModel) -> float:
     """Measures what rounding does to a target's logits, as a share of their spread: the difference between a sequence
     that is read at once and one that is read in two forwards, or token by token where there are recurrent states.
     Returns the most that is taken for rounding, ROUNDINGS times as much."""
-    config, ids = target.config.get_text_config(decoder=True), drawn_ids(target)
-    cache = DynamicCache(config=config)
+    ids, cache = drawn_ids(target), empty_cache(target)
     step = 1 if is_recurrent(cache) else len(PARENTS)
     found = []
     for begin in (0, *range(PREFIX, ids.shape[1], step)):

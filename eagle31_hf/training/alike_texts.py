@@ -20,9 +20,8 @@ class AlikeTexts:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._text, self._ids = "", list[int]()  # of the reference
-        self._marks = list[
-            tuple[int, int, int]
-        ]()  # of its special tokens, in order: where each ends and begins in the text, and its place among the ids
+        # of its special tokens, in order: where each ends and begins in the text, and its place among the ids
+        self._marks = list[tuple[int, int, int]]()
         self._kept = dict[str, list[int]]()
         self._num_checked = 0
         self._reuses_prefix = bool(tokenizer.is_fast)

@@ -106,6 +106,26 @@ def test_after_an_error_the_accepted_tokens_are_there(target, num_layers_run):
     assert sum(map(compresses, cache.layers)) == NUM_LAYERS - 1
 
 
+def test_a_layer_is_given_again_what_it_was_given(target, monkeypatch):
+    """Keywords, too, which layers get from transformers 5.24 on."""
+    cache, given = DynamicCache(config=target.config), []
+    kind = next(type(layer) for layer in cache.layers if compresses(layer))
+    update = kind.update
+    monkeypatch.setattr(kind, "update", lambda *args, **named: given.append([*named]) or update(*args, **named))
+    ids = torch.arange(9).expand(BATCH, -1) % VOCAB
+    with adopt.slots(cache, 0):
+        for layer in filter(compresses, cache.layers):
+            own = layer.update
+            layer.update = lambda *args, own=own, **named: own(*args, **named | {"kwargs": {}})
+        read(target, cache, ids[:, :4])
+        adopt.crop(cache, 0)
+        read(target, cache, ids[:, 4:])
+        before = len(given)
+        adopt.crop(cache, 2)
+    assert given[before:]
+    assert all(names == ["kwargs"] for names in given[before:])
+
+
 def test_a_copy_that_is_made_meanwhile_is_a_cache_of_its_own(target):
     """What is taken back from it is of the forward that it read last."""
     cache, plain = (DynamicCache(config=target.config) for _ in range(2))

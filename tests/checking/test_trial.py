@@ -7,7 +7,7 @@ from observers import noting
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, XLMConfig
 
-from eagle31_hf.cache_names import cache_in
+from eagle31_hf.cache_names import IS_RENAMED, cache_in
 from eagle31_hf.checking import check_target, trial
 from eagle31_hf.generation.sequences import Sequences
 from eagle31_hf.generation.tree import DraftTokens
@@ -66,7 +66,9 @@ def test_a_target_that_keeps_no_cache_is_refused_in_these_words(config):
     assert {each.name: each.answer for each in report.capabilities} == dict.fromkeys(trial.CAPABILITIES, "refused") | {
         "training": "works"
     }
-    assert "keeps no cache" in report.verdict or "kept nothing in a cache" in report.verdict
+    # XLM's class fills a cache from transformers 5.24 on, and does not return it
+    is_dropped = IS_RENAMED and config.model_type == "xlm"
+    assert ("kept nothing in a cache" if is_dropped else "keeps no cache") in report.verdict
     assert "please report" not in report.verdict
 
 

@@ -1,6 +1,7 @@
 """Targets whose forward is not the one of their class: what `generate` reads off its signature is then not there."""
 
 import functools
+from inspect import Parameter, Signature
 
 import pytest
 from batches import left_padded
@@ -10,7 +11,7 @@ from draftings import DRAFTINGS, steady_clock
 from observers import speculate
 from transformers import PreTrainedModel, StaticCache
 
-from eagle31_hf.cache_names import IS_RENAMED
+from eagle31_hf.cache_names import CACHE
 from eagle31_hf.targets import probe
 
 LENGTH = 9
@@ -38,59 +39,27 @@ def hidden_but_for_ids(target: PreTrainedModel) -> None:
     target.forward = lambda input_ids, **kwargs: original(input_ids, **kwargs)
 
 
-def without_positions(target: PreTrainedModel) -> None:
-    """Takes none: passing them is an error."""
-    original = target.forward
+def takes_only(target: PreTrainedModel, *names: str) -> None:
+    """Gives a target a forward that takes these arguments and what every model takes, and says so; others are an
+    error."""
+    original, names = target.forward, ("attention_mask", CACHE, "use_cache", *names)
 
-    if IS_RENAMED:
+    def forward(input_ids=None, return_dict=None, **given):
+        if given.keys() - {*names}:
+            raise TypeError(f"got {', '.join(given)}; expected {', '.join(names)}")
+        return original(input_ids, **given)
 
-        def forward(
-            input_ids=None, attention_mask=None, cache=None, use_cache=None, return_dict=None, logits_to_keep=0
-        ):
-            given = {"attention_mask": attention_mask, "cache": cache, "use_cache": use_cache}
-            return original(input_ids, **given, logits_to_keep=logits_to_keep)
-
-    else:
-
-        def forward(
-            input_ids=None,
-            attention_mask=None,
-            past_key_values=None,
-            use_cache=None,
-            return_dict=None,
-            logits_to_keep=0,
-        ):
-            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": use_cache}
-            return original(input_ids, **given, logits_to_keep=logits_to_keep)
-
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in ("input_ids", *names)]
+    forward.__signature__ = Signature([*parameters, Parameter("return_dict", Parameter.KEYWORD_ONLY, default=None)])
     target.forward = forward
+
+
+def without_positions(target: PreTrainedModel) -> None:
+    takes_only(target, "logits_to_keep")
 
 
 def without_logits_to_keep(target: PreTrainedModel) -> None:
-    original = target.forward
-
-    if IS_RENAMED:
-
-        def forward(
-            input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None, return_dict=None
-        ):
-            given = {"attention_mask": attention_mask, "cache": cache, "use_cache": use_cache}
-            return original(input_ids, **given, position_ids=position_ids)
-
-    else:
-
-        def forward(
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            use_cache=None,
-            return_dict=None,
-        ):
-            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": use_cache}
-            return original(input_ids, **given, position_ids=position_ids)
-
-    target.forward = forward
+    takes_only(target, "position_ids")
 
 
 def dropping_positions(target: PreTrainedModel) -> None:
