@@ -73,6 +73,10 @@ SPECULATORS_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
 )
 
+# Targets that SGLang runs by its DeepSeek class or a copy of it: how their model_type begins, and their name with "-".
+DEEPSEEK_TYPES = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
+DEEPSEEK_NAMES = ("deepseek-", "kimi-", "glm-4.7-flash-", "glm-5-")
+
 
 @dataclass(frozen=True)
 class ExportFormat:
@@ -113,28 +117,26 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     nested: dict[str, Any] = {"use_aux_hidden_state": True}
     ids = config.aux_hidden_state_layer_ids
     if ids is not None:
-        name = (config.target_model or "").split("/")[-1].lower()
-        kinds = () if "distill" in name else ("gpt-oss", "deepseek", "kimi")  # DeepSeek's name on a Llama or Qwen
-        kind = target_type or next((kind for kind in kinds if name.startswith(kind)), "")
-        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, kind)
+        name = (config.target_model or "").split("/")[-1].lower() + "-"
+        is_deepseek = name.startswith(DEEPSEEK_NAMES) and "distill" not in name  # DeepSeek's name on a Llama or Qwen
+        if target_type is not None:
+            is_deepseek = target_type.replace("-", "_").lower().startswith(DEEPSEEK_TYPES)
+        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, is_deepseek)
     latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
     return flat_config(config) | latent | {"eagle_config": nested}
 
 
-def sglang_ids(ids: list[int], target_type: str) -> list[int]:
-    """Returns boundary ids as SGLang has to be told them. `target_type`: the target's model_type, or how its name
-    begins; "" where neither is known.
+def sglang_ids(ids: list[int], is_deepseek: bool) -> list[int]:
+    """Returns boundary ids as SGLang has to be told them, for a target that its DeepSeek class runs or another.
 
-    SGLang adds 1 to the ids it reads; for gpt-oss it never does, for DeepSeek and Kimi only if they start at 1. Raises
-    ValueError where no list means these layers. Source: SGLang #25454 and #32334.
+    SGLang adds 1 to the ids it reads; its DeepSeek class does so only if they start at 1. gpt-oss keeps ids that hold
+    its number of layers, which no id has that is written here. Raises ValueError where no list means these layers.
+    Source: `set_eagle3_layers_to_capture` of its models, 0.5.13 to 0.5.23.
     """
-    kind = target_type.replace("-", "_").lower()
-    if kind.startswith("gpt_oss"):
-        return ids
-    if kind.startswith(("deepseek", "kimi")) and ids[0] != 2:
-        if ids[0] == 1:
-            found = f"SGLang reads layer ids that start at 1 as one more on a {kind} target"
-            raise ValueError(f"{found}: {ids} cannot be expressed.")
+    if is_deepseek and ids[0] == 1:
+        found = "SGLang's DeepSeek class reads layer ids that start at 1 as one more"
+        raise ValueError(f"{found}: {ids} cannot be expressed.")
+    if is_deepseek and ids[0] != 2:
         return ids
     if ids[0] == 0:
         found = f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output"
@@ -256,9 +258,9 @@ def export_checkpoint(
 ) -> Path:
     """Writes a drafter, loaded or a checkpoint of any format, in the format "vllm", "sglang" or "speculators".
 
-    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, kimi_k2); by
-    default it is taken from `target_model`. speculators reads draft vocabularies in ascending order only, so for it the
-    rows of the head are sorted. `aux_layer_convention` and `options`, those of `convert_checkpoint`, are for a
+    `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (deepseek_v3, kimi_k2, glm_moe_dsa);
+    by default it is taken from `target_model`. speculators reads draft vocabularies in ascending order only, so for it
+    the rows of the head are sorted. `aux_layer_convention` and `options`, those of `convert_checkpoint`, are for a
     checkpoint; a loaded drafter is written as its config says.
 
     Returns the new folder. Raises ValueError, before anything is written, where the engine cannot run the drafter, it

@@ -155,7 +155,7 @@ def add_export(parser: Parser) -> None:
     parser.add_path("drafter", "folder or Hub repository, of any format")
     parser.add_path("destination", "a new folder")
     parser.add_option("--format", EXPORT_FORMATS, "vllm")
-    what = "the target's model_type, where SGLang's layer ids depend on it (gpt_oss, deepseek_v3, ...)"
+    what = "the target's model_type, where SGLang's layer ids depend on it (deepseek_v3, kimi_k2, ...)"
     parser.add_path("--target-type", what)
     parser.add_option("--num-speculative-tokens", positive, 5, "in the printed line")
     parser.add_reading()

@@ -283,13 +283,17 @@ SGLANG_IDS = [
     (None, [2, 16, 29], [1, 15, 28]),
     ("llama", [2, 16, 29], [1, 15, 28]),
     ("qwen3_moe", [1, 9, 17], [0, 8, 16]),
-    ("gpt_oss", [2, 18, 33], [2, 18, 33]),
-    ("gpt-oss", [24, 30, 36], [24, 30, 36]),
-    ("gpt_oss", [1, 11, 21], [1, 11, 21]),
+    ("gpt_oss", [2, 18, 33], [1, 17, 32]),
+    ("gpt_oss", [24, 30, 36], [23, 29, 35]),
+    ("gpt_oss", [1, 11, 21], [0, 10, 20]),
     ("deepseek_v3", [2, 30, 58], [1, 29, 57]),
     ("deepseek_v3", [3, 30, 58], [3, 30, 58]),
     ("kimi_k2", [2, 30, 58], [1, 29, 57]),
     ("kimi_k25", [5, 30, 58], [5, 30, 58]),
+    ("glm4_moe_lite", [3, 23, 44], [3, 23, 44]),
+    ("glm-moe-dsa", [3, 39, 75], [3, 39, 75]),
+    ("glm4_moe", [3, 23, 44], [2, 22, 43]),
+    ("glm5_next", [3, 23, 44], [2, 22, 43]),
 ]
 
 
@@ -302,19 +306,25 @@ def test_the_ids_sglang_reads(target_type, boundary, expected):
 
 
 @pytest.mark.parametrize(
-    ("target_model", "expected"),
+    ("target_model", "is_deepseek"),
     [
-        ("openai/gpt-oss-20b", [2, 16, 29]),
-        ("org/DeepSeek-V3", [1, 15, 28]),
-        ("moonshotai/Kimi-K2-Instruct", [1, 15, 28]),
-        ("Qwen/Qwen3-8B", [1, 15, 28]),
-        ("deepseek/llama", [1, 15, 28]),
-        (None, [1, 15, 28]),
+        ("org/DeepSeek-V3", True),
+        ("moonshotai/Kimi-K2-Instruct", True),
+        ("zai-org/GLM-4.7-Flash", True),
+        ("zai-org/GLM-5", True),
+        ("zai-org/GLM-5-FP8", True),
+        ("zai-org/GLM-5.3-Flash", False),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False),
+        ("deepseek/llama", False),
+        ("openai/gpt-oss-20b", False),
+        ("Qwen/Qwen3-8B", False),
+        (None, False),
     ],
 )
-def test_the_target_is_told_from_its_name(target_model, expected):
-    written = engine_config(Eagle31Config(**LARGE, target_model=target_model), "sglang")
-    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == expected
+def test_the_target_is_told_from_its_name(target_model, is_deepseek):
+    config = Eagle31Config(**LARGE | {"aux_hidden_state_layer_ids": [3, 16, 29]}, target_model=target_model)
+    expected = [3, 16, 29] if is_deepseek else [2, 15, 28]
+    assert engine_config(config, "sglang")["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == expected
 
 
 @pytest.mark.parametrize(
