@@ -63,6 +63,11 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.logit_scale != 1.0, "it has no logit_scale"),
     (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
     (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
+    (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
+    (
+        lambda c: c.num_aux_states * c.target_hidden_size == c.hidden_size,
+        "it skips fc where the captured states together are as wide as the drafter",
+    ),
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "P-EAGLE is not written in its format, only in vLLM's"),

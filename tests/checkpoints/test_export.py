@@ -411,6 +411,8 @@ CANNOT = [
     ("sglang", {"logit_scale": 0.5}, "no logit_scale"),
     ("sglang", MLA | {"q_lora_rank": None}, "its MLA drafter needs q_lora_rank"),
     ("sglang", MLA | PLAIN_TWO_LAYERS, "its MLA drafter has one layer"),
+    ("sglang", MLA | {"fc_norm": False, "norm_before_fc": True}, "its MLA drafter has no norm_before_fc"),
+    ("sglang", {"aux_hidden_state_layer_ids": [2]}, "it skips fc"),
     ("speculators", {"fc_bias": True}, "fc has a bias"),
     ("speculators", {"hidden_act": "gelu"}, "it computes silu"),
     ("speculators", MLA, "it has no MLA drafter"),
