@@ -28,9 +28,7 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
     try:
         _write_with_digest(staged, entries, facts)
         os.replace(staged, path)
-        for leftover in path.parent.glob(f"{path.name}.*.partial"):  # of killed and of slower writers of the same file
-            with suppress(OSError):
-                leftover.unlink()
+        sweep(path.parent, path.name)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and path.is_file():  # another was faster
             return
@@ -39,6 +37,15 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
         raise OSError(error.errno, f"{reason}. {remedy}", str(path)) from error
     finally:
         staged.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Removes what killed and slower writers have left of those sealed files of a folder that are finished. `pattern`:
+    of their names."""
+    for leftover in folder.glob(f"{pattern}.*.partial"):
+        if leftover.with_suffix("").with_suffix("").is_file():
+            with suppress(OSError):
+                leftover.unlink()
 
 
 def _write_with_digest(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from ..json_file import read_json
 from ..storage.folders import check_new_folder, write_json
-from ..storage.sealed import open_sealed, write_sealed
+from ..storage.sealed import open_sealed, sweep, write_sealed
 from ..storage.tensor_file import Entry
 from .ends import parts_of
 from .kinds import Tokens
@@ -139,6 +139,7 @@ def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any
                 ) from None
     finally:
         staged.unlink(missing_ok=True)
+    sweep(folder, "*.safetensors")  # a writer that is killed when its file is finished leaves those before it
 
 
 def _publish(staged: Path, path: Path) -> None:

@@ -348,7 +348,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, target, to
         kills += process.exitcode == -signal.SIGKILL
     assert kills >= 2
     (tmp_path / "shard-00004.safetensors").unlink(missing_ok=True)
-    (tmp_path / "shard-00004.safetensors.00ff.partial").write_bytes(b"half")
+    for index in (0, 4):  # one that is finished, one that is not
+        (tmp_path / f"shard-{index:05d}.safetensors.00ff.partial").write_bytes(b"half")
     assert 4 in missing_shards(tmp_path)
     _prepare(target, tokenizer, data, tmp_path)
     assert {
