@@ -28,59 +28,85 @@ from .tensors import expected_tensors
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 
+
+def _is_mla(config: Eagle31Config) -> bool:
+    return config.kv_lora_rank is not None
+
+
+def _rope(config: Eagle31Config) -> str:
+    return config.rope_parameters["rope_type"]
+
+
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
-SILU: Rule = (lambda c: c.hidden_act != "silu", "it computes silu, whatever hidden_act says")
+SILU: Rule = (lambda c: c.hidden_act != "silu", "it knows silu alone")
+DYNAMIC: Rule = (lambda c: _rope(c) == "dynamic", "its dynamic rope does not change with the text's length")
 QWEN_MLP: Rule = (
     lambda c: c.qk_norm and c.mlp_bias,
     "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
 )
+MLA_QUERY: Rule = (lambda c: _is_mla(c) and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank")
+MLA_NORM: Rule = (lambda c: _is_mla(c) and c.norm_before_fc, "its MLA drafter has no norm_before_fc")
+MLA_ROPE: Rule = (
+    lambda c: _is_mla(c) and _rope(c) not in ("default", "yarn"),
+    "its MLA drafter takes any scaled rope for yarn",
+)
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
+    DYNAMIC,
     QWEN_MLP,
     (lambda c: c.qk_norm and c.attention_bias, "its drafter with q/k norm (Qwen3) drops o_proj's bias silently"),
     (lambda c: len(set(c.layer_types)) > 1, "its drafter's layers share one cache: all of them slide or none"),
-    (
-        lambda c: c.is_parallel and (c.num_aux_states != 3 or c.hidden_size != c.target_hidden_size),
-        "its P-EAGLE drafter reads three states, as wide as the drafter",
-    ),
-    (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
-    (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
-    (lambda c: c.kv_lora_rank is not None and c.norm_before_residual, "its MLA drafter has no norm_before_residual"),
+    MLA_QUERY,
+    MLA_NORM,
+    MLA_ROPE,
+    (lambda c: _is_mla(c) and (c.attention_bias or c.mlp_bias), "its MLA drafter drops biases silently"),
+    (lambda c: _is_mla(c) and "sliding_attention" in c.layer_types, "its MLA drafter has no window"),
+    (lambda c: _is_mla(c) and c.is_parallel, "its MLA drafter does not draft in parallel (P-EAGLE)"),
 )
 SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "it does not draft in parallel (P-EAGLE)"),
     NO_BIAS,
     SILU,
+    DYNAMIC,
     (lambda c: "sliding_attention" in c.layer_types, "it attends to everything; the drafter has a sliding window"),
     (
         lambda c: c.norm_before_residual,
         "it has no norm_before_residual, and no weights can stand in for it: the norm depends on the input",
     ),
     (lambda c: c.qk_norm, "its drafter has no q/k norm"),
-    (lambda c: c.attention_bias, "its drafter's first layer has no attention bias and drops it silently"),
+    (lambda c: c.attention_bias, "its drafter drops the biases of q, k and v silently"),
     (lambda c: c.mlp_bias, "its drafter's MLP has no bias"),
     (lambda c: c.logit_scale != 1.0, "it has no logit_scale"),
-    (lambda c: c.kv_lora_rank is not None and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank"),
-    (lambda c: c.kv_lora_rank is not None and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
-    (lambda c: c.kv_lora_rank is not None and c.norm_before_fc, "its MLA drafter has no norm_before_fc"),
+    (
+        lambda c: _rope(c) == "yarn" and c.rope_parameters.get("attention_factor") is not None,
+        "it computes the attention_factor of yarn itself",
+    ),
     (
         lambda c: c.num_aux_states * c.target_hidden_size == c.hidden_size,
         "it skips fc where the captured states together are as wide as the drafter",
     ),
+    (lambda c: _is_mla(c) and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
+    MLA_QUERY,
+    MLA_NORM,
+    MLA_ROPE,
 )
 SPECULATORS_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "P-EAGLE is not written in its format, only in vLLM's"),
     NO_BIAS,
     SILU,
     QWEN_MLP,
-    (lambda c: c.kv_lora_rank is not None, "it has no MLA drafter"),
+    (_is_mla, "it has no MLA drafter"),
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
 )
 
 # Targets that SGLang runs by its DeepSeek class or a copy of it: how their model_type begins, and their name with "-".
 DEEPSEEK_TYPES = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
-DEEPSEEK_NAMES = ("deepseek-", "kimi-", "glm-4.7-flash-", "glm-5-")
+DEEPSEEK_NAMES = (
+    *("deepseek-v2", "deepseek-v3", "deepseek-r1", "deepseek-coder-v2", "kimi-k2", "moonlight"),
+    *("glm-4.7-flash", "glm-5-", "glm-5.1", "glm-5.2"),
+)
+OTHER_CLASSES = ("distill", "qwen", "llama")  # in the names of other models that have learnt from DeepSeek's
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
     Its layer ids are boundary ids at the top level, where vLLM reads them.
     """
     architecture, model_type = "LlamaForCausalLMEagle3", "llama"
-    if config.kv_lora_rank is not None:
+    if _is_mla(config):
         architecture, model_type = "Eagle3DeepseekV2ForCausalLM", "deepseek_v2"
     elif config.qk_norm:
         architecture, model_type = "Eagle3Qwen3ForCausalLM", "qwen3"
@@ -122,26 +148,27 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     nested: dict[str, Any] = {"use_aux_hidden_state": True}
     ids = config.aux_hidden_state_layer_ids
     if ids is not None:
-        name = (config.target_model or "").split("/")[-1].lower() + "-"
-        is_deepseek = name.startswith(DEEPSEEK_NAMES) and "distill" not in name  # DeepSeek's name on a Llama or Qwen
+        name = (config.target_model or "").rstrip("/").split("/")[-1].lower() + "-"
+        is_deepseek = name.startswith(DEEPSEEK_NAMES) and not any(word in name for word in OTHER_CLASSES)
         if target_type is not None:
             is_deepseek = target_type.replace("-", "_").lower().startswith(DEEPSEEK_TYPES)
         nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, is_deepseek)
-    latent = {} if config.kv_lora_rank is None else {"model_type": "deepseek_v3"}
-    return flat_config(config) | latent | {"eagle_config": nested}
+    latent = {"model_type": "deepseek_v3"} if _is_mla(config) else {}
+    shared = {"draft_vocab_size": None} if config.share_target_head else {}  # by this it takes the target's head
+    return flat_config(config) | latent | shared | {"eagle_config": nested}
 
 
 def sglang_ids(ids: list[int], is_deepseek: bool) -> list[int]:
     """Returns boundary ids as SGLang has to be told them, for a target that its DeepSeek class runs or another.
 
-    SGLang adds 1 to the ids it reads; its DeepSeek class does so only if they start at 1. gpt-oss keeps ids that hold
-    its number of layers, which no id has that is written here. Raises ValueError where no list means these layers.
-    Source: `set_eagle3_layers_to_capture` of its models, 0.5.13 to 0.5.23.
+    SGLang adds 1 to the ids it reads; its DeepSeek class does so only if they start at 1, and before 0.5.13 always.
+    (Its gpt-oss class keeps a list whose last id is the number of layers, but no list is written that ends so.) Raises
+    ValueError where no list means these layers. Source: `set_eagle3_layers_to_capture` of its models, 0.5.5 to 0.5.23.
     """
     if is_deepseek and ids[0] == 1:
         found = "SGLang's DeepSeek class reads layer ids that start at 1 as one more"
         raise ValueError(f"{found}: {ids} cannot be expressed.")
-    if is_deepseek and ids[0] != 2:
+    if is_deepseek and ids[0] != 2:  # those that start at 2 are written so that all versions read them right
         return ids
     if ids[0] == 0:
         found = f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output"
@@ -264,9 +291,9 @@ def export_checkpoint(
     """Writes a drafter, loaded or a checkpoint of any format, in the format "vllm", "sglang" or "speculators".
 
     `target_type`: the target's `model_type`, where SGLang's layer ids depend on it (deepseek_v3, kimi_k2, glm_moe_dsa);
-    by default it is taken from `target_model`. speculators reads draft vocabularies in ascending order only, so for it
-    the rows of the head are sorted. `aux_layer_convention` and `options`, those of `convert_checkpoint`, are for a
-    checkpoint; a loaded drafter is written as its config says.
+    by default it is guessed from how the name of `target_model` begins. speculators reads draft vocabularies in
+    ascending order only, so for it the rows of the head are sorted. `aux_layer_convention` and `options`, those of
+    `convert_checkpoint`, are for a checkpoint; a loaded drafter is written as its config says.
 
     Returns the new folder. Raises ValueError, before anything is written, where the engine cannot run the drafter, it
     is loaded and has adapters or is wrapped, or the destination is not empty; OSError where the checkpoint is not there

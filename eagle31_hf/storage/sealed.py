@@ -22,8 +22,8 @@ NO_DIGEST = "0" * 64  # where a file's sha256 stands in its header, which counts
 
 def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:
     """Writes a sealed file with `facts` in its metadata, in place of one that is there already. Of several that write
-    the same file at once, the first to finish has written it for all. Raises OSError, naming the file, where it cannot
-    be written."""
+    the same contents at once, the first to finish has written them for all. Raises OSError, naming the file, where it
+    cannot be written."""
     staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         _write_with_digest(staged, entries, facts)
@@ -40,12 +40,12 @@ def write_sealed(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, s
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Removes what killed and slower writers have left of those sealed files of a folder that are finished. `pattern`:
-    of their names."""
-    for leftover in folder.glob(f"{pattern}.*.partial"):
-        if leftover.with_suffix("").with_suffix("").is_file():
-            with suppress(OSError):
-                leftover.unlink()
+    """Removes the unfinished files of writers of a sealed file that is there: killed ones, and slower ones, which end
+    quietly. `pattern`: of the names of sealed files that are written once."""
+    with suppress(OSError):
+        for leftover in folder.glob(f"{pattern}.*.partial"):
+            if leftover.with_suffix("").with_suffix("").is_file():
+                leftover.unlink(missing_ok=True)
 
 
 def _write_with_digest(path: Path, entries: Mapping[str, Entry], facts: Mapping[str, str]) -> None:

@@ -139,7 +139,7 @@ def open_store(folder: str | Path, manifest: Manifest, earlier: Mapping[str, Any
                 ) from None
     finally:
         staged.unlink(missing_ok=True)
-    sweep(folder, "*.safetensors")  # a writer that is killed when its file is finished leaves those before it
+    sweep(folder, "shard-*.safetensors")  # each writer does so for its own, unless it is killed before
 
 
 def _publish(staged: Path, path: Path) -> None:

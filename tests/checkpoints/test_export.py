@@ -313,7 +313,12 @@ def test_the_ids_sglang_reads(target_type, boundary, expected):
         ("zai-org/GLM-4.7-Flash", True),
         ("zai-org/GLM-5", True),
         ("zai-org/GLM-5-FP8", True),
+        ("zai-org/GLM-5.1", True),
+        ("moonshotai/Moonlight-16B-A3B-Instruct/", True),
         ("zai-org/GLM-5.3-Flash", False),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", False),
+        ("deepseek-ai/deepseek-coder-33b-instruct", False),
+        ("moonshotai/Kimi-Dev-72B", False),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False),
         ("deepseek/llama", False),
         ("openai/gpt-oss-20b", False),
@@ -378,6 +383,17 @@ def test_a_later_layer_has_both_names_of_its_norm_for_sglang(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_a_shared_head_is_the_targets(format, tmp_path):
+    """SGLang takes the target's where no draft vocabulary is stated, and otherwise runs one that was never read."""
+    drafter = build(**IDS | FULL | {"share_target_head": True})
+    export_checkpoint(drafter, tmp_path / "exported", format)
+    stated = json.loads((tmp_path / "exported" / "config.json").read_text())["draft_vocab_size"]
+    assert stated == (None if format == "sglang" else drafter.config.vocab_size)
+    assert "lm_head.weight" not in names(tmp_path / "exported")
+    assert Eagle31DrafterModel.from_pretrained(tmp_path / "exported").config.share_target_head
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_full_vocabulary_has_no_map(format, tmp_path):
     export_checkpoint(build(**IDS | FULL), tmp_path / "exported", format)
     assert not {"d2t", "t2d"} & names(tmp_path / "exported")
@@ -393,28 +409,42 @@ def test_the_file_is_a_transformers_file(format, tmp_path):
 
 # What cannot be expressed.
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
 CANNOT = [
     ("vllm", {"fc_bias": True}, "fc has a bias"),
-    ("vllm", {"hidden_act": "gelu"}, "it computes silu"),
+    ("vllm", {"hidden_act": "gelu"}, "it knows silu alone"),
     ("vllm", MLA | {"fc_norm": False, "norm_before_fc": True}, "its MLA drafter has no norm_before_fc"),
-    ("vllm", MLA | {"norm_before_residual": True}, "its MLA drafter has no norm_before_residual"),
+    ("vllm", {"rope_parameters": DYNAMIC}, "its dynamic rope does not change"),
+    ("vllm", MLA | {"rope_parameters": LINEAR}, "its MLA drafter takes any scaled rope for yarn"),
+    ("vllm", MLA | {"attention_bias": True}, "its MLA drafter drops biases"),
+    ("vllm", MLA | {"mlp_bias": True}, "its MLA drafter drops biases"),
+    ("vllm", MLA | {"layer_types": ["sliding_attention"], "sliding_window": 3}, "its MLA drafter has no window"),
+    ("vllm", MLA | {"mask_token_id": 3}, "its MLA drafter does not draft in parallel"),
     ("vllm", MLA | {"q_lora_rank": None}, "its MLA drafter needs q_lora_rank"),
     ("vllm", VARIANTS["two_layers"], "drops o_proj's bias"),
     ("vllm", VARIANTS["window_3_then_full"], "all of them slide or none"),
     ("sglang", {"fc_bias": True}, "fc has a bias"),
-    ("sglang", {"hidden_act": "gelu"}, "it computes silu"),
+    ("sglang", {"hidden_act": "gelu"}, "it knows silu alone"),
     ("sglang", VARIANTS["window_3"], "the drafter has a sliding window"),
     ("sglang", NORMS["norm_before_residual"], "it has no norm_before_residual"),
     ("sglang", {"qk_norm": True}, "has no q/k norm"),
-    ("sglang", {"attention_bias": True}, "has no attention bias"),
+    ("sglang", {"attention_bias": True}, "drops the biases of q, k and v"),
+    (
+        "sglang",
+        {"rope_parameters": YARN | {"rope_theta": 10000.0, "attention_factor": 1.0}},
+        "computes the attention_factor",
+    ),
+    ("sglang", {"rope_parameters": DYNAMIC}, "its dynamic rope does not change"),
     ("sglang", {"mlp_bias": True}, "MLP has no bias"),
     ("sglang", {"logit_scale": 0.5}, "no logit_scale"),
     ("sglang", MLA | {"q_lora_rank": None}, "its MLA drafter needs q_lora_rank"),
     ("sglang", MLA | PLAIN_TWO_LAYERS, "its MLA drafter has one layer"),
+    ("sglang", MLA | {"rope_parameters": LINEAR}, "its MLA drafter takes any scaled rope for yarn"),
     ("sglang", MLA | {"fc_norm": False, "norm_before_fc": True}, "its MLA drafter has no norm_before_fc"),
     ("sglang", {"aux_hidden_state_layer_ids": [2]}, "it skips fc"),
     ("speculators", {"fc_bias": True}, "fc has a bias"),
-    ("speculators", {"hidden_act": "gelu"}, "it computes silu"),
+    ("speculators", {"hidden_act": "gelu"}, "it knows silu alone"),
     ("speculators", MLA, "it has no MLA drafter"),
     ("speculators", VARIANTS["wider_target"], "for a target as wide as the drafter"),
 ]

@@ -81,9 +81,12 @@ def test_it_loads_converts_and_is_exported(case, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"aux_hidden_state_layer_ids": [1, 2]}, {"target_hidden_size": 24}])
-def test_what_vllm_cannot_run_is_not_exported(fields, tmp_path):
-    with pytest.raises(ValueError, match="its P-EAGLE drafter reads three states, as wide as the drafter"):
-        export_checkpoint(build(**FIELDS | fields), tmp_path / "exported", format="vllm")
+def test_vllm_reads_as_many_states_as_the_drafter(fields, tmp_path):
+    drafter = build(**FIELDS | fields)
+    exported = export_checkpoint(drafter, tmp_path / "exported", format="vllm")
+    mask, config = load_file(exported / "model.safetensors")["mask_hidden"], drafter.config
+    assert mask.numel() == config.num_aux_states * config.target_hidden_size
+    assert_same(Eagle31DrafterModel.from_pretrained(exported), drafter)
 
 
 FLAT = CONFIGS["flat, as NeMo and vLLM name it"][0]
