@@ -1,7 +1,9 @@
 """Export of a drafter to the formats that other engines read; EXPORT_FORMATS has an entry for each of them."""
 
 import json
+import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -28,6 +30,8 @@ from .tensors import expected_tensors
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 
+YARN_EXTRAS = {"attention_factor", "truncate"}
+
 
 def _is_mla(config: Eagle31Config) -> bool:
     return config.kv_lora_rank is not None
@@ -35,6 +39,12 @@ def _is_mla(config: Eagle31Config) -> bool:
 
 def _rope(config: Eagle31Config) -> str:
     return config.rope_parameters["rope_type"]
+
+
+def _usual_yarn(rope: Mapping[str, Any]) -> bool:
+    """Whether yarn scales attention as its factor alone makes it: 1 + 0.1 ln(factor)."""
+    scale = rope.get("attention_factor")
+    return scale is None or math.isclose(scale, 1 + 0.1 * math.log(max(rope["factor"], 1)), rel_tol=1e-6)
 
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
@@ -47,8 +57,8 @@ QWEN_MLP: Rule = (
 MLA_QUERY: Rule = (lambda c: _is_mla(c) and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank")
 MLA_NORM: Rule = (lambda c: _is_mla(c) and c.norm_before_fc, "its MLA drafter has no norm_before_fc")
 MLA_ROPE: Rule = (
-    lambda c: _is_mla(c) and _rope(c) not in ("default", "yarn"),
-    "its MLA drafter takes any scaled rope for yarn",
+    lambda c: _is_mla(c) and (_rope(c) not in ("default", "yarn") or bool(YARN_EXTRAS & {*c.rope_parameters})),
+    "its MLA drafter takes any scaled rope for yarn, without attention_factor and truncate",
 )
 VLLM_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
@@ -78,10 +88,7 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.attention_bias, "its drafter drops the biases of q, k and v silently"),
     (lambda c: c.mlp_bias, "its drafter's MLP has no bias"),
     (lambda c: c.logit_scale != 1.0, "it has no logit_scale"),
-    (
-        lambda c: _rope(c) == "yarn" and c.rope_parameters.get("attention_factor") is not None,
-        "it computes the attention_factor of yarn itself",
-    ),
+    (lambda c: _rope(c) == "yarn" and not _usual_yarn(c.rope_parameters), "it computes yarn's attention_factor itself"),
     (
         lambda c: c.num_aux_states * c.target_hidden_size == c.hidden_size,
         "it skips fc where the captured states together are as wide as the drafter",
@@ -100,13 +107,11 @@ SPECULATORS_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
 )
 
-# Targets that SGLang runs by its DeepSeek class or a copy of it: how their model_type begins, and their name with "-".
-DEEPSEEK_TYPES = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
-DEEPSEEK_NAMES = (
-    *("deepseek-v2", "deepseek-v3", "deepseek-r1", "deepseek-coder-v2", "kimi-k2", "moonlight"),
-    *("glm-4.7-flash", "glm-5-", "glm-5.1", "glm-5.2"),
-)
-OTHER_CLASSES = ("distill", "qwen", "llama")  # in the names of other models that have learnt from DeepSeek's
+# Targets that SGLang runs by its DeepSeek class or a copy of it: how their model_type or class begins, without "_", and
+# how their name does, without the words of other models that are named after them.
+DEEPSEEK_TYPES = ("deepseek", "kimi", "glm4moelite", "glmmoedsa")
+DEEPSEEK_NAMES = ("deepseek-", "kimi-k2", "moonlight-", "glm-4.7-flash-", "glm-5-", "glm-5.1-", "glm-5.2-")
+OTHER_NAMES = ("distill", "qwen", "llama", "-coder-1", "-coder-6", "-coder-33b", "-7b-", "-67b-")
 
 
 @dataclass(frozen=True)
@@ -148,27 +153,33 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     nested: dict[str, Any] = {"use_aux_hidden_state": True}
     ids = config.aux_hidden_state_layer_ids
     if ids is not None:
-        name = (config.target_model or "").rstrip("/").split("/")[-1].lower() + "-"
-        is_deepseek = name.startswith(DEEPSEEK_NAMES) and not any(word in name for word in OTHER_CLASSES)
-        if target_type is not None:
-            is_deepseek = target_type.replace("-", "_").lower().startswith(DEEPSEEK_TYPES)
-        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, is_deepseek)
+        nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, is_deepseek(config.target_model, target_type))
     latent = {"model_type": "deepseek_v3"} if _is_mla(config) else {}
     shared = {"draft_vocab_size": None} if config.share_target_head else {}  # by this it takes the target's head
     return flat_config(config) | latent | shared | {"eagle_config": nested}
 
 
-def sglang_ids(ids: list[int], is_deepseek: bool) -> list[int]:
+def is_deepseek(target: str | None, target_type: str | None) -> bool:
+    """Whether SGLang runs a target by its DeepSeek class, as far as its `model_type` tells or, without one, the name of
+    its repository or folder (also of the Hub's cache)."""
+    if target_type is not None:
+        return re.sub(r"[\W_]", "", target_type).lower().startswith(DEEPSEEK_TYPES)
+    path = re.sub(r"/snapshots/[^/]+$", "", (target or "").rstrip("/")).replace("--", "/")
+    name = path.split("/")[-1].lower().replace("_", "-") + "-"
+    return name.startswith(DEEPSEEK_NAMES) and not any(word in name for word in OTHER_NAMES)
+
+
+def sglang_ids(ids: list[int], deepseek: bool) -> list[int]:
     """Returns boundary ids as SGLang has to be told them, for a target that its DeepSeek class runs or another.
 
     SGLang adds 1 to the ids it reads; its DeepSeek class does so only if they start at 1, and before 0.5.13 always.
     (Its gpt-oss class keeps a list whose last id is the number of layers, but no list is written that ends so.) Raises
     ValueError where no list means these layers. Source: `set_eagle3_layers_to_capture` of its models, 0.5.5 to 0.5.23.
     """
-    if is_deepseek and ids[0] == 1:
+    if deepseek and ids[0] == 1:
         found = "SGLang's DeepSeek class reads layer ids that start at 1 as one more"
         raise ValueError(f"{found}: {ids} cannot be expressed.")
-    if is_deepseek and ids[0] != 2:  # those that start at 2 are written so that all versions read them right
+    if deepseek and ids[0] != 2:  # those that start at 2 are written so that all versions read them right
         return ids
     if ids[0] == 0:
         found = f"aux_hidden_state_layer_ids {ids} hold 0, the embedding's output"
@@ -268,6 +279,16 @@ def refusal(config: Eagle31Config, format: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def export_notes(config: Eagle31Config, format: str, target_type: str | None = None) -> list[str]:
+    """Returns what is to be known of an export: how SGLang's layer ids were chosen, and what vLLM, which serves the
+    format of speculators, too, does not run of it."""
+    if format == "sglang" and config.aux_hidden_state_layer_ids is not None:
+        which = "DeepSeek class reads" if is_deepseek(config.target_model, target_type) else "other classes read"
+        return [f"layer ids are written as SGLang's {which} them; --target-type, the target's model_type, decides"]
+    reason = refusal(config, "vllm") if format == "speculators" else None
+    return [] if reason is None else [reason]
 
 
 def launch_line(config: Eagle31Config, folder: str | os.PathLike, format: str, depth: int = 5) -> str:

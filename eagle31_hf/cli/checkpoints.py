@@ -5,7 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import EXPORT_FORMATS, convert_checkpoint, export_checkpoint, launch_line, read_checkpoint
+from ..checkpoints import (
+    EXPORT_FORMATS,
+    convert_checkpoint,
+    export_checkpoint,
+    export_notes,
+    launch_line,
+    read_checkpoint,
+)
 from ..checkpoints.export import refusal
 from ..checkpoints.headers import read_headers
 from ..hub import convert_on_hub, described, kind
@@ -76,7 +83,10 @@ def export(args: argparse.Namespace) -> int:
     export_checkpoint(args.drafter, args.destination, args.format, target_type=args.target_type, **options)
     config = read_checkpoint(args.destination).config
     line = launch_line(config, args.destination, args.format, args.num_speculative_tokens)
-    show(args, {"folder": args.destination, "format": args.format, "command": line}, line)
+    notes = export_notes(config, args.format, args.target_type)
+    for note in notes:
+        progress(note)
+    show(args, {"folder": args.destination, "format": args.format, "command": line, "notes": notes}, line)
     return 0
 
 

@@ -5,6 +5,7 @@ V target vocabulary, Vd draft vocabulary.
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from writers import KIMI_YARN, LAYOUTS, YARN
 
 from eagle31_hf import Eagle31Config, Eagle31DrafterModel, convert_checkpoint, export_checkpoint
-from eagle31_hf.checkpoints import EXPORT_FORMATS, engine_config, launch_line
+from eagle31_hf.checkpoints import EXPORT_FORMATS, engine_config, export_notes, launch_line
+from eagle31_hf.checkpoints.export import refusal
 
 WEIGHTS = "model.safetensors"
 FORMATS = ("vllm", "sglang", "speculators")
@@ -292,6 +294,7 @@ SGLANG_IDS = [
     ("kimi_k25", [5, 30, 58], [5, 30, 58]),
     ("glm4_moe_lite", [3, 23, 44], [3, 23, 44]),
     ("glm-moe-dsa", [3, 39, 75], [3, 39, 75]),
+    (" GlmMoeDsaForCausalLM", [3, 39, 75], [3, 39, 75]),
     ("glm4_moe", [3, 23, 44], [2, 22, 43]),
     ("glm5_next", [3, 23, 44], [2, 22, 43]),
 ]
@@ -315,6 +318,9 @@ def test_the_ids_sglang_reads(target_type, boundary, expected):
         ("zai-org/GLM-5-FP8", True),
         ("zai-org/GLM-5.1", True),
         ("moonshotai/Moonlight-16B-A3B-Instruct/", True),
+        ("deepseek-ai/DeepSeek-Math-V2", True),
+        ("/cache/models--deepseek-ai--DeepSeek-V3/snapshots/0af3", True),
+        ("/models/deepseek-ai_DeepSeek_V3", True),
         ("zai-org/GLM-5.3-Flash", False),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", False),
         ("deepseek-ai/deepseek-coder-33b-instruct", False),
@@ -411,6 +417,7 @@ def test_the_file_is_a_transformers_file(format, tmp_path):
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+UNTRUNCATED = YARN | {"rope_theta": 10000.0, "truncate": False}
 CANNOT = [
     ("vllm", {"fc_bias": True}, "fc has a bias"),
     ("vllm", {"hidden_act": "gelu"}, "it knows silu alone"),
@@ -433,7 +440,7 @@ CANNOT = [
     (
         "sglang",
         {"rope_parameters": YARN | {"rope_theta": 10000.0, "attention_factor": 1.0}},
-        "computes the attention_factor",
+        "computes yarn's attention_factor",
     ),
     ("sglang", {"rope_parameters": DYNAMIC}, "its dynamic rope does not change"),
     ("sglang", {"mlp_bias": True}, "MLP has no bias"),
@@ -441,6 +448,7 @@ CANNOT = [
     ("sglang", MLA | {"q_lora_rank": None}, "its MLA drafter needs q_lora_rank"),
     ("sglang", MLA | PLAIN_TWO_LAYERS, "its MLA drafter has one layer"),
     ("sglang", MLA | {"rope_parameters": LINEAR}, "its MLA drafter takes any scaled rope for yarn"),
+    ("sglang", MLA | {"rope_parameters": UNTRUNCATED}, "for yarn, without attention_factor and truncate"),
     ("sglang", MLA | {"fc_norm": False, "norm_before_fc": True}, "its MLA drafter has no norm_before_fc"),
     ("sglang", {"aux_hidden_state_layer_ids": [2]}, "it skips fc"),
     ("speculators", {"fc_bias": True}, "fc has a bias"),
@@ -460,6 +468,23 @@ def test_what_an_engine_cannot_express_is_refused_and_nothing_written(format, fi
         with pytest.raises(ValueError, match=told):
             export_checkpoint(given, tmp_path / "there" / "exported", format)
         assert contents(tmp_path) == before
+
+
+def test_yarn_as_sglang_computes_it_is_exported():
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    for factor in (None, 1.2079441541679836):
+        config = Eagle31Config(**LARGE | {"rope_parameters": rope | {"attention_factor": factor}})
+        assert engine_config(config, "sglang")["rope_parameters"]["factor"] == 8.0
+
+
+def test_notes_say_what_the_folder_does_not():
+    noted = partial(export_notes, Eagle31Config(**LARGE, target_model="org/Qwen3-8B"), "sglang")
+    assert "SGLang's other classes read" in noted()[0]
+    assert "SGLang's DeepSeek class reads" in noted("deepseek_v3")[0]
+    assert export_notes(Eagle31Config(**LARGE | {"aux_hidden_state_layer_ids": None}), "sglang") == []
+    served = Eagle31Config(**LARGE | {"rope_parameters": DYNAMIC})
+    assert export_notes(served, "speculators") == [refusal(served, "vllm")]
+    assert export_notes(Eagle31Config(**LARGE), "speculators") == []
 
 
 def test_all_reasons_are_told_at_once(tmp_path):
