@@ -74,10 +74,11 @@ def test_an_ordinary_card_reads_as_it_did(config):
     [
         ({}, "vLLM or SGLang"),
         ({"attention_bias": True}, "vLLM"),
-        ({"kv_lora_rank": 8, "norm_before_residual": True}, ""),
+        ({"kv_lora_rank": 8, "norm_before_residual": True}, "vLLM"),
+        ({"kv_lora_rank": 8, "fc_norm": False, "norm_before_fc": True}, ""),
         ({"hidden_act": "gelu"}, ""),
     ],
-    ids=["both", "vLLM", "latent attention", "another activation"],
+    ids=["both", "vLLM", "latent attention in vLLM", "latent attention", "another activation"],
 )
 def test_a_card_names_the_engines_that_can_run_the_drafter(fields, engines):
     latent = {"q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
