@@ -78,6 +78,12 @@ def test_export_prints_the_line_that_serves_it(capsys, tmp_path, format):
         config = json.loads(words[words.index("--speculative-config") + 1])
         assert config == {"method": "eagle3", "model": destination, "num_speculative_tokens": 7}
     assert read_checkpoint(destination).config.to_dict() == read_checkpoint(DRAFTER).config.to_dict()
+    assert len(report["notes"]) == (format == "sglang")
+
+
+def test_export_says_how_layers_were_counted(capsys, tmp_path):
+    assert main(["export", DRAFTER, str(tmp_path / "there"), "--format", "sglang", "--target-type", "deepseek_v3"]) == 0
+    assert "eagle31: layer ids are written as SGLang's DeepSeek class reads them" in capsys.readouterr().err
 
 
 def test_an_exported_drafter_drafts_the_same(capsys, tmp_path):

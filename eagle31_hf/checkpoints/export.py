@@ -30,8 +30,6 @@ from .tensors import expected_tensors
 
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 
-YARN_EXTRAS = {"attention_factor", "truncate"}
-
 
 def _is_mla(config: Eagle31Config) -> bool:
     return config.kv_lora_rank is not None
@@ -44,7 +42,11 @@ def _rope(config: Eagle31Config) -> str:
 def _usual_yarn(rope: Mapping[str, Any]) -> bool:
     """Whether yarn scales attention as its factor alone makes it: 1 + 0.1 ln(factor)."""
     scale = rope.get("attention_factor")
-    return scale is None or math.isclose(scale, 1 + 0.1 * math.log(max(rope["factor"], 1)), rel_tol=1e-6)
+    return scale is None or math.isclose(scale, 1 + 0.1 * math.log(max(rope.get("factor") or 1, 1)), rel_tol=1e-6)
+
+
+def _has_extras(rope: Mapping[str, Any]) -> bool:
+    return rope.get("attention_factor") is not None or rope.get("truncate") is False
 
 
 NO_BIAS: Rule = (lambda c: c.fc_bias, "fc has a bias, which it would drop")
@@ -57,7 +59,7 @@ QWEN_MLP: Rule = (
 MLA_QUERY: Rule = (lambda c: _is_mla(c) and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank")
 MLA_NORM: Rule = (lambda c: _is_mla(c) and c.norm_before_fc, "its MLA drafter has no norm_before_fc")
 MLA_ROPE: Rule = (
-    lambda c: _is_mla(c) and (_rope(c) not in ("default", "yarn") or bool(YARN_EXTRAS & {*c.rope_parameters})),
+    lambda c: _is_mla(c) and (_rope(c) not in ("default", "yarn") or _has_extras(c.rope_parameters)),
     "its MLA drafter takes any scaled rope for yarn, without attention_factor and truncate",
 )
 VLLM_CANNOT: tuple[Rule, ...] = (

@@ -321,6 +321,7 @@ def test_the_ids_sglang_reads(target_type, boundary, expected):
         ("deepseek-ai/DeepSeek-Math-V2", True),
         ("/cache/models--deepseek-ai--DeepSeek-V3/snapshots/0af3", True),
         ("/models/deepseek-ai_DeepSeek_V3", True),
+        ("/models/DeepSeek_V3", True),
         ("zai-org/GLM-5.3-Flash", False),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", False),
         ("deepseek-ai/deepseek-coder-33b-instruct", False),
@@ -417,6 +418,7 @@ def test_the_file_is_a_transformers_file(format, tmp_path):
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+SCALED = YARN | {"rope_theta": 10000.0, "truncate": True, "attention_factor": 1.0}
 UNTRUNCATED = YARN | {"rope_theta": 10000.0, "truncate": False}
 CANNOT = [
     ("vllm", {"fc_bias": True}, "fc has a bias"),
@@ -424,6 +426,7 @@ CANNOT = [
     ("vllm", MLA | {"fc_norm": False, "norm_before_fc": True}, "its MLA drafter has no norm_before_fc"),
     ("vllm", {"rope_parameters": DYNAMIC}, "its dynamic rope does not change"),
     ("vllm", MLA | {"rope_parameters": LINEAR}, "its MLA drafter takes any scaled rope for yarn"),
+    ("vllm", MLA | {"rope_parameters": SCALED}, "for yarn, without attention_factor and truncate"),
     ("vllm", MLA | {"attention_bias": True}, "its MLA drafter drops biases"),
     ("vllm", MLA | {"mlp_bias": True}, "its MLA drafter drops biases"),
     ("vllm", MLA | {"layer_types": ["sliding_attention"], "sliding_window": 3}, "its MLA drafter has no window"),
@@ -437,11 +440,7 @@ CANNOT = [
     ("sglang", NORMS["norm_before_residual"], "it has no norm_before_residual"),
     ("sglang", {"qk_norm": True}, "has no q/k norm"),
     ("sglang", {"attention_bias": True}, "drops the biases of q, k and v"),
-    (
-        "sglang",
-        {"rope_parameters": YARN | {"rope_theta": 10000.0, "attention_factor": 1.0}},
-        "computes yarn's attention_factor",
-    ),
+    ("sglang", {"rope_parameters": SCALED}, "computes yarn's attention_factor"),
     ("sglang", {"rope_parameters": DYNAMIC}, "its dynamic rope does not change"),
     ("sglang", {"mlp_bias": True}, "MLP has no bias"),
     ("sglang", {"logit_scale": 0.5}, "no logit_scale"),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from eagle31_hf.training.store import (
     NOT_FINITE,
+    TARGET_PARTS,
     HiddenStateStore,
     Manifest,
     load_target_parts,
@@ -328,6 +329,18 @@ def test_what_a_killed_writer_left_is_not_a_shard_and_goes_when_it_is_written(tm
     write_shard(tmp_path, 0, examples([3]), {})
     assert [leftover.exists() for leftover in leftovers] == [False, True]
     assert missing_shards(tmp_path) == [1, 2, 3]
+
+
+def test_a_store_that_goes_on_loses_the_leftovers_of_finished_shards_alone(tmp_path):
+    fill(tmp_path)
+    shard_path(tmp_path, 1).unlink()
+    (tmp_path / TARGET_PARTS).write_bytes(b"whole")  # which another process may be writing anew
+    names = (shard_path(tmp_path, 0).name, shard_path(tmp_path, 1).name, TARGET_PARTS)
+    leftovers = [tmp_path / f"{name}.0abc.partial" for name in names]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
+    open_store(tmp_path, MANIFEST)
+    assert [leftover.exists() for leftover in leftovers] == [False, True, True]
 
 
 def _write_again_and_again(folder, made) -> None:
