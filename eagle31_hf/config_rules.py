@@ -40,6 +40,11 @@ def check_bounds(config: Any, names: Iterable[str]) -> None:
         )
 
 
+def is_mla(config: Any) -> bool:
+    """Returns whether layers are of multi-head latent attention (MLA), which caches one latent for keys and values."""
+    return config.kv_lora_rank is not None
+
+
 def check_rules(config: Any) -> None:
     """Raises ValueError with the first thing that is wrong with a config."""
     message = next(chain(_wrong_numbers(config), _contradictions(config)), None)
@@ -49,16 +54,15 @@ def check_rules(config: Any) -> None:
 
 def _wrong_numbers(config: Any) -> Iterator[str]:
     """Yields what is wrong with single fields. A check may rely on those before it: nothing is asked once one fails."""
-    is_latent = config.kv_lora_rank is not None
-    names = [*SIZES, *(MLA_SIZES if is_latent else ("head_dim",))]
-    if is_latent and config.q_lora_rank is not None:
+    names = [*SIZES, *(MLA_SIZES if is_mla(config) else ("head_dim",))]
+    if is_mla(config) and config.q_lora_rank is not None:
         names.append("q_lora_rank")
     wrong = [f"{name} is {getattr(config, name)}" for name in names if (getattr(config, name) or 0) <= 0]
     if wrong:
         yield f"{', '.join(wrong)}; expected sizes above 0"
     if (config.head_dim or 0) > MAX_HEAD_DIM:
         yield f"head_dim (of MLA qk_rope_head_dim) is {config.head_dim}; expected at most {MAX_HEAD_DIM}"
-    if is_latent and (config.qk_norm or config.qk_rope_head_dim % 2):
+    if is_mla(config) and (config.qk_norm or config.qk_rope_head_dim % 2):
         yield (
             f"MLA layers (kv_lora_rank={config.kv_lora_rank}) with qk_norm={config.qk_norm},"
             f" qk_rope_head_dim={config.qk_rope_head_dim}; expected no qk_norm and an even qk_rope_head_dim"

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from .cache_names import CACHE
-from .config_rules import check_bounds, check_rules
+from .config_rules import check_bounds, check_rules, is_mla
 from .json_file import read_json
 from .names import refuse_unknown
 
@@ -176,7 +176,7 @@ class Eagle31Config(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.kv_lora_rank is not None:
+        if is_mla(self):
             self.head_dim = self.qk_rope_head_dim  # what transformers' rope functions read
         elif self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads

@@ -28,6 +28,7 @@ from .checkpoints.knobs import KNOBS_FILE
 from .checkpoints.read import linked_weights, stated_fields
 from .checkpoints.sharing import stamps, unchanged
 from .checkpoints.sources import HUB_ERRORS, HubError, first_line
+from .config_rules import is_mla
 from .configuration import HUB_OPTIONS, Eagle31Config
 from .json_file import read_json
 from .markdown import code, inert, table
@@ -148,7 +149,7 @@ def described(config: Eagle31Config) -> list[tuple[str, str]]:
     """Returns what a drafter is, row by row, as its card and `eagle31 info` say it."""
     c = config
     sizes = f"{c.num_attention_heads} heads, MLA latent {c.kv_lora_rank}"
-    if c.kv_lora_rank is None:
+    if not is_mla(c):
         norm = ", q/k norm" if c.qk_norm else ""
         sizes = f"{c.num_attention_heads} heads over {c.num_key_value_heads} of {c.head_dim}{norm}"
     shared = c.share_target_embeddings, c.share_target_head

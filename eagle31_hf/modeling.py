@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 from . import vocab
 from .attention import GQAttention, MLAttention, Norm, rounded_once
 from .cache_names import CACHE, IS_RENAMED
+from .config_rules import is_mla
 from .configuration import FIELDS, Eagle31Config
 from .errors import DraftingRefusedError
 from .names import refuse_unknown
@@ -63,7 +64,7 @@ class Eagle31DecoderLayer(GradientCheckpointingLayer):
         is_fused = layer_idx == 0
         self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps) if is_fused else None
-        attention = GQAttention if config.kv_lora_rank is None else MLAttention
+        attention = MLAttention if is_mla(config) else GQAttention
         self.self_attn = attention(config, layer_idx, (2 if is_fused else 1) * config.hidden_size)
         self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import vocab
+from ..config_rules import is_mla
 from ..configuration import HUB_OPTIONS, Eagle31Config
 from ..quantized import refuse_quantized
 from ..storage.folders import new_folder, write_json
@@ -31,21 +32,18 @@ from .tensors import expected_tensors
 Rule = tuple[Callable[[Eagle31Config], bool], str]  # a test of configs that an engine cannot run, and the reason
 
 
-def _is_mla(config: Eagle31Config) -> bool:
-    return config.kv_lora_rank is not None
-
-
 def _rope(config: Eagle31Config) -> str:
     return config.rope_parameters["rope_type"]
 
 
-def _usual_yarn(rope: Mapping[str, Any]) -> bool:
-    """Whether yarn scales attention as its factor alone makes it: 1 + 0.1 ln(factor)."""
+def _has_usual_scale(rope: Mapping[str, Any]) -> bool:
+    """Returns whether yarn multiplies attention by 1 + 0.1 ln(factor), as it does where no attention_factor is set."""
     scale = rope.get("attention_factor")
     return scale is None or math.isclose(scale, 1 + 0.1 * math.log(max(rope.get("factor") or 1, 1)), rel_tol=1e-6)
 
 
-def _has_extras(rope: Mapping[str, Any]) -> bool:
+def _has_yarn_extras(rope: Mapping[str, Any]) -> bool:
+    """Returns whether rope has an option of yarn that DeepSeek's yarn, with which both engines run MLA, lacks."""
     return rope.get("attention_factor") is not None or rope.get("truncate") is False
 
 
@@ -56,10 +54,10 @@ QWEN_MLP: Rule = (
     lambda c: c.qk_norm and c.mlp_bias,
     "its drafter with q/k norm (Qwen3) has no MLP bias and drops it silently",
 )
-MLA_QUERY: Rule = (lambda c: _is_mla(c) and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank")
-MLA_NORM: Rule = (lambda c: _is_mla(c) and c.norm_before_fc, "its MLA drafter has no norm_before_fc")
+MLA_QUERY: Rule = (lambda c: is_mla(c) and c.q_lora_rank is None, "its MLA drafter needs q_lora_rank")
+MLA_NORM: Rule = (lambda c: is_mla(c) and c.norm_before_fc, "its MLA drafter has no norm_before_fc")
 MLA_ROPE: Rule = (
-    lambda c: _is_mla(c) and (_rope(c) not in ("default", "yarn") or _has_extras(c.rope_parameters)),
+    lambda c: is_mla(c) and (_rope(c) not in ("default", "yarn") or _has_yarn_extras(c.rope_parameters)),
     "its MLA drafter takes any scaled rope for yarn, without attention_factor and truncate",
 )
 VLLM_CANNOT: tuple[Rule, ...] = (
@@ -72,9 +70,9 @@ VLLM_CANNOT: tuple[Rule, ...] = (
     MLA_QUERY,
     MLA_NORM,
     MLA_ROPE,
-    (lambda c: _is_mla(c) and (c.attention_bias or c.mlp_bias), "its MLA drafter drops biases silently"),
-    (lambda c: _is_mla(c) and "sliding_attention" in c.layer_types, "its MLA drafter has no window"),
-    (lambda c: _is_mla(c) and c.is_parallel, "its MLA drafter does not draft in parallel (P-EAGLE)"),
+    (lambda c: is_mla(c) and (c.attention_bias or c.mlp_bias), "its MLA drafter drops biases silently"),
+    (lambda c: is_mla(c) and "sliding_attention" in c.layer_types, "its MLA drafter has no window"),
+    (lambda c: is_mla(c) and c.is_parallel, "its MLA drafter does not draft in parallel (P-EAGLE)"),
 )
 SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.is_parallel, "it does not draft in parallel (P-EAGLE)"),
@@ -90,12 +88,15 @@ SGLANG_CANNOT: tuple[Rule, ...] = (
     (lambda c: c.attention_bias, "its drafter drops the biases of q, k and v silently"),
     (lambda c: c.mlp_bias, "its drafter's MLP has no bias"),
     (lambda c: c.logit_scale != 1.0, "it has no logit_scale"),
-    (lambda c: _rope(c) == "yarn" and not _usual_yarn(c.rope_parameters), "it computes yarn's attention_factor itself"),
+    (
+        lambda c: _rope(c) == "yarn" and not _has_usual_scale(c.rope_parameters),
+        "it computes yarn's attention_factor itself",
+    ),
     (
         lambda c: c.num_aux_states * c.target_hidden_size == c.hidden_size,
         "it skips fc where the captured states together are as wide as the drafter",
     ),
-    (lambda c: _is_mla(c) and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
+    (lambda c: is_mla(c) and c.num_hidden_layers > 1, "its MLA drafter has one layer"),
     MLA_QUERY,
     MLA_NORM,
     MLA_ROPE,
@@ -105,7 +106,7 @@ SPECULATORS_CANNOT: tuple[Rule, ...] = (
     NO_BIAS,
     SILU,
     QWEN_MLP,
-    (_is_mla, "it has no MLA drafter"),
+    (is_mla, "it has no MLA drafter"),
     (lambda c: c.hidden_size != c.target_hidden_size, "it builds fc for a target as wide as the drafter"),
 )
 
@@ -135,7 +136,7 @@ def flat_config(config: Eagle31Config, target_type: str | None = None) -> dict[s
     Its layer ids are boundary ids at the top level, where vLLM reads them.
     """
     architecture, model_type = "LlamaForCausalLMEagle3", "llama"
-    if _is_mla(config):
+    if is_mla(config):
         architecture, model_type = "Eagle3DeepseekV2ForCausalLM", "deepseek_v2"
     elif config.qk_norm:
         architecture, model_type = "Eagle3Qwen3ForCausalLM", "qwen3"
@@ -156,14 +157,14 @@ def sglang_config(config: Eagle31Config, target_type: str | None = None) -> dict
     ids = config.aux_hidden_state_layer_ids
     if ids is not None:
         nested["eagle_aux_hidden_state_layer_ids"] = sglang_ids(ids, is_deepseek(config.target_model, target_type))
-    latent = {"model_type": "deepseek_v3"} if _is_mla(config) else {}
+    latent = {"model_type": "deepseek_v3"} if is_mla(config) else {}
     shared = {"draft_vocab_size": None} if config.share_target_head else {}  # by this it takes the target's head
     return flat_config(config) | latent | shared | {"eagle_config": nested}
 
 
 def is_deepseek(target: str | None, target_type: str | None) -> bool:
-    """Whether SGLang runs a target by its DeepSeek class, as far as its `model_type` tells or, without one, the name of
-    its repository or folder (also of the Hub's cache)."""
+    """Returns whether SGLang runs a target by its DeepSeek class. `target_type`, the target's `model_type`, tells;
+    without it `target`, the name of its repository or folder (also of the Hub's cache), has to."""
     if target_type is not None:
         return re.sub(r"[\W_]", "", target_type).lower().startswith(DEEPSEEK_TYPES)
     path = re.sub(r"/snapshots/[^/]+$", "", (target or "").rstrip("/")).replace("--", "/")

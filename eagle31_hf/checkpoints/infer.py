@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from .. import vocab
+from ..config_rules import is_mla
 from ..configuration import Eagle31Config
 from . import keys, layer_ids
 from .files import FLOATS, CheckpointFiles
@@ -227,7 +228,7 @@ def check_computable(config: Eagle31Config, source: str) -> None:
         frequencies = Phi3RotaryEmbedding(config).inv_freq  # type: ignore[arg-type]
         reason = "" if frequencies.isfinite().all() else "frequencies are not finite"
         factors = [config.rope_parameters.get(name, 1.0) for name in ("factor", "mscale_all_dim")]
-        if config.kv_lora_rank is not None and not all(isinstance(factor, int | float) for factor in factors):
+        if is_mla(config) and not all(isinstance(factor, int | float) for factor in factors):
             reason = "factor or mscale_all_dim is no number"
     except (*CONTRADICTIONS, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"

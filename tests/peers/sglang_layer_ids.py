@@ -25,7 +25,7 @@ LAYERS = 36
 
 
 def methods(wheel: str) -> Iterator[tuple[str, str, ast.FunctionDef]]:
-    """File, class and method of every target model in a wheel that is told layer ids."""
+    """Yields file, class and method of every target model in a wheel that is told layer ids."""
     with zipfile.ZipFile(wheel) as archive:
         for file in sorted(name for name in archive.namelist() if "/srt/models/" in name and name.endswith(".py")):
             for node in ast.walk(ast.parse(archive.read(file))):
@@ -56,6 +56,7 @@ def main() -> int:
         said = []
         for ids in LISTS:
             config = Eagle31Config(target_hidden_size=64, hidden_size=64, aux_hidden_state_layer_ids=ids)
+            # the file's name serves as model_type: those of DeepSeek's classes begin as theirs do
             written = engine_config(config, "sglang", file)["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
             found = captured(method, written)
             is_right = found == (written if f"{METHOD}(layer_ids)" in ast.unparse(method) else ids)
