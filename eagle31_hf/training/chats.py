@@ -110,12 +110,12 @@ class ExampleMaker:
         ids = [bos] if self.tokenizer("")["input_ids"][:1] == [bos] else []
         answers = [False] * len(ids)
         for number, message in enumerate(chat.messages):
-            parts = ["\n"] if number else []
-            for part in [*parts, text_of(message)]:
+            between = [("\n", False)] if number else []
+            for part, is_answer in [*between, (text_of(message), message["role"] == "assistant")]:
                 with refused_by("tokenizer"):
                     piece = self.tokenizer(part, add_special_tokens=False)["input_ids"]
                 ids += piece
-                answers += [part != "\n" and message["role"] == "assistant"] * len(piece)
+                answers += [is_answer] * len(piece)
         return _tokens(ids, answers)
 
     def _templated(self, chat: Chat) -> list[Tokens]:

@@ -383,6 +383,15 @@ def test_a_target_without_bos_is_not_robbed_of_its_first_token(make_tokenizer, s
     assert texts == {"<im>user\nhi<end>\n<im>assistant\nab<end>\n", "hi\nab"}
 
 
+def test_an_answer_that_is_a_line_break_counts(make_tokenizer):
+    tokenizer = make_tokenizer("chatml", has_bos=False)
+    chat = messages(("user", "hi"), ("assistant", "\n"), ("user", "yo"), ("assistant", "ab"))
+    found = {}
+    for index in range(40):
+        found |= dict(examples_of(tokenizer, chat, index, template_augmentation=1))
+    assert found["hi\n\n\nyo\nab"] == ["\n", "ab"]
+
+
 def test_what_is_wrong_with_everything(make_tokenizer):
     tokenizer = make_tokenizer(None)
     for record, options, problem in (
