@@ -18,12 +18,13 @@ from counted import Cost, Ledger, counting
 from engine import SHAPES, build
 from training import PARTS, WAYS, Step
 
-from eagle31_hf.cli.parsing import positive
+from eagle31_hf.cli.parsing import integer, positive
 from eagle31_hf.targets.decoder_layer import why_no_norm
 from eagle31_hf.targets.fused_norms import FusedNorm
 from eagle31_hf.training import attention, chunked, target
 from eagle31_hf.training.attention_ways import FLASH_CUDA
 from eagle31_hf.training.ends import Scoring
+from eagle31_hf.training.objective import MAX_DEPTH
 
 FLOP_A_SECOND, BYTES_A_SECOND = 600e12, 2.6e12
 LEAST, LAUNCH = 3e-6, 10e-6  # seconds of an operation, and of the host that launches it
@@ -120,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-tokens", type=positive, nargs="+", default=[4096], metavar="N", help="of a row (default: 4,096)"
     )
-    parser.add_argument("--depth", type=positive, default=4, help="steps unrolled (default: 4)")
+    parser.add_argument("--depth", type=integer(1, MAX_DEPTH), default=4, help="steps unrolled (default: 4)")
     parser.add_argument("--texts", type=positive, default=1, help="packed into a row (default: 1)")
-    parser.add_argument("--accumulate", type=positive, default=16, help="rows a step of the optimizer (default: 16)")
+    parser.add_argument("--accumulate", type=positive, default=4, help="rows a step of the optimizer (default: 4)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
