@@ -5,9 +5,9 @@
     python examples/search_recipe.py run --work work --target second --folder work/second
     python examples/search_recipe.py table --work work
 
-Every run trains a new drafter, 2,048 tokens a step, on its target's own greedy answers, and measures the accepted
-length at K = 7, greedy, on held-out prompts as long as those of training, perturbed, and four texts long. What is done
-is kept in WORK, and a rerun goes on.
+Every run trains a new drafter, 2,048 tokens a step unless its idea says otherwise, on its target's own greedy answers,
+and measures the accepted length at K = 7, greedy, on held-out prompts as long as those of training, perturbed, and four
+texts long. What is done is kept in WORK, and a rerun goes on.
 """
 
 import argparse
@@ -41,6 +41,14 @@ IDEAS = {
         for rate in (5e-3, 1e-2, 2e-2, 4e-2)
         for decay in (0.0, 0.1)
         if (rate, decay) != (2e-2, 0.0)
+    },
+    # how much it learns from before each step; take as many steps as make the same tokens
+    **{f"eagle31 train, {n * LENGTH:,} tokens a step": replace(LIBRARY, batch=n) for n in (2, 4, 16, 32, 64)},
+    **{
+        f"eagle31 train, {texts * LENGTH:,} tokens a step, Muon {rate:g}": replace(
+            LIBRARY, batch=texts, matrix_rate=rate
+        )
+        for texts, rate in ((2, 1e-2), (4, 1e-2), (32, 4e-2), (64, 4e-2))
     },
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
     "AdamW 0.001": ADAMW,

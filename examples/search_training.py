@@ -39,8 +39,8 @@ class Recipe:
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
     `layers`: see `layer_ids_of`. `head`: it is trained.
-    `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win. `library`: `trained_by_the_library` trains, by
-    `rate`, `matrix_rate`, `weight_decay` and `fields` of all these switches.
+    `parallel`: see `ParallelDrafts`. `batch`: texts of a step. `fields` of `Eagle31Config` win. `library`: the library
+    trains, by `rate`, `matrix_rate`, `weight_decay`, `batch` and `fields` of all these (`trained_by_the_library`).
     """
 
     rate: float = 1e-3
@@ -67,6 +67,7 @@ class Recipe:
     head: bool = False
     autocast: bool = False
     parallel: bool = False
+    batch: int = BATCH
     library: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -209,9 +210,10 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     draw, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     loss, began = 0.0, time.process_time()
     for step in range(steps):
-        if len(order) < BATCH:
+        if len(order) < recipe.batch:
             order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
-        batch, order = joined(texts.batch(order[:BATCH], recipe.all_tokens), recipe.joined), order[BATCH:]
+        drawn, order = order[: recipe.batch], order[recipe.batch :]
+        batch = joined(texts.batch(drawn, recipe.all_tokens), recipe.joined)
         set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
         found = training_step(objective, optimizers, batch, step / steps)
         loss = loss + 0.05 * (found - loss) if step else found
@@ -228,15 +230,16 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
 def trained_by_the_library(
     material: Material, drafter: Eagle31DrafterModel, recipe: Recipe, seed: int, steps: int
 ) -> tuple[Eagle31DrafterModel, dict[str, float]]:
-    """Trains a drafter as `eagle31 train --bf16` does, by `Eagle31Trainer` and its defaults, as many texts a step as in
-    the search; returns what `trained` does, but the seconds include the target's forwards, and the loss is the last."""
+    """Trains a drafter as `eagle31 train --bf16` does, by `Eagle31Trainer` and its defaults, with rows of at most BATCH
+    texts; returns what `trained` does, but the seconds include the target's forwards, and the loss is the last."""
     texts = material.training_texts(recipe.texts, drafter.config.aux_hidden_state_layer_ids)
     answers = torch.arange(texts.ids.shape[1]) >= texts.prompt
     with tempfile.TemporaryDirectory() as folder:
         args = Eagle31TrainingArguments(
             folder,
             max_steps=steps,
-            max_length=BATCH * texts.ids.shape[1],
+            max_length=min(recipe.batch, BATCH) * texts.ids.shape[1],
+            gradient_accumulation_steps=max(1, recipe.batch // BATCH),
             learning_rate=recipe.rate,
             matrix_learning_rate=recipe.matrix_rate,
             weight_decay=recipe.weight_decay,

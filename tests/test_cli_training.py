@@ -13,9 +13,21 @@ from programs import in_two_processes
 from eagle31_hf import Eagle31DrafterModel, track_acceptance
 from eagle31_hf.cli import main, training
 from eagle31_hf.cli.parsing import Parser
+from eagle31_hf.training.arguments import Eagle31TrainingArguments
 from eagle31_hf.training.output import claim
 
 SUMMED = 1e-5  # fp32: sums over the examples of a step, over a few plain gradient steps
+# what a drafter's quality depends on, of which both the command and the trainer have a default
+RECIPE = (
+    "depth",
+    "loss",
+    "max_length",
+    "learning_rate",
+    "matrix_learning_rate",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
 QUICK = "--depth 2 --max-length 40 --accumulate 1 --batch-size 2 --learning-rate 0.01 --eval-every 4"
 
 
@@ -84,6 +96,20 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
         assert_close(name, offline[name], weight, SUMMED)
 
 
+def parsed(tmp_path, *given):
+    """What the trainer gets of a command line."""
+    parser = Parser()
+    training.add_train(parser)
+    line = ["--target", "target", "--data", "data", "--output", str(tmp_path), "--device", "cpu"]
+    return training.arguments(parser.parse_args([*line, *given]))
+
+
+def test_the_command_has_the_trainers_defaults(tmp_path):
+    usual, found = Eagle31TrainingArguments(str(tmp_path), use_cpu=True), parsed(tmp_path)
+    for name in RECIPE:
+        assert getattr(found, name) == getattr(usual, name), name
+
+
 @pytest.mark.parametrize(
     ("given", "matrix_rate", "rate"),
     [
@@ -98,10 +124,7 @@ def test_stored_states_give_the_same_drafter_without_the_target(capsys, folder):
     ],
 )
 def test_a_trained_drafter_goes_on_at_a_tenth_of_the_rates(tmp_path, given, matrix_rate, rate):
-    parser = Parser()
-    training.add_train(parser)
-    line = ["--target", "target", "--data", "data", "--output", str(tmp_path), "--device", "cpu"]
-    found = training.arguments(parser.parse_args([*line, *given]))
+    found = parsed(tmp_path, *given)
     assert found.matrix_learning_rate == pytest.approx(matrix_rate)
     assert found.learning_rate == pytest.approx(rate)
 

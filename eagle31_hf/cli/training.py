@@ -226,7 +226,7 @@ def add_train(parser: Parser) -> None:
     parser.add("--answer-batch-size", positive, what, metavar="SIZE")
     parser.add_path("--eval-data", "rows to evaluate on (default: some of the data)")
     parser.add_option("--eval-rows", count, 32, "rows of the data held out for it, at most a tenth")
-    parser.add_option("--eval-every", positive, 200, "evaluate and save so often", metavar="STEPS")
+    parser.add_option("--eval-every", positive, 500, "evaluate and save so often", metavar="STEPS")
     unless = "a finished run stays as it is, unless more steps or epochs are asked for"
     parser.add_flag("--resume", f"go on from the last complete checkpoint in OUTPUT; {unless}")
     removed = "the drafter and checkpoints there are removed once the new drafter is saved"
@@ -243,7 +243,7 @@ def add_train(parser: Parser) -> None:
     parser.add_option("--epochs", number(0, above=True), 2.0)
     parser.add("--steps", positive, "instead of epochs")
     parser.add_option("--batch-size", positive, 1, "packed rows of each process")
-    parser.add_option("--accumulate", positive, 8, "batches a step")
+    parser.add_option("--accumulate", positive, 1, "batches of each process that a step learns from")
     rate = {"metavar": "RATE", "default": argparse.SUPPRESS}  # None is a value
     what = "of Muon, which trains the matrices of fc and layers; none: AdamW trains them too"
     parser.add("--matrix-learning-rate", rate_or_none, f"{what} (default: 0.02; with --drafter a tenth of it)", **rate)

@@ -74,7 +74,7 @@ class Eagle31TrainingArguments(TrainingArguments):
         "positions are spread up to so many by a skip in each text (PoSE), at most to the drafter's"
         f" max_position_embeddings; 0: not; by default {TIMES_LONGER} times max_length",
     )
-    max_length: int = drafter_field(4096, "tokens of a packed sequence, at most")
+    max_length: int = drafter_field(2048, "tokens of a packed sequence, at most")
     packing: bool = drafter_field(True, "several texts to a sequence, which do not see each other")
     train_embeddings: bool = drafter_field(False, "also train the drafter's own table, where it has one")
     train_head: bool = drafter_field(True, "also train the drafter's own head, where it has one")

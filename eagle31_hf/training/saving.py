@@ -118,6 +118,26 @@ def check_data(checkpoint: str | Path, data: Any) -> None:
             )
 
 
+def step_of(trainer: Any) -> dict[str, int]:
+    """Returns what a step of the optimizer learns from: `rows`, over all processes, of up to `max_length` tokens."""
+    args = trainer.args
+    rows = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return {"rows": rows, "max_length": args.max_length}
+
+
+def check_step(checkpoint: str | Path, trainer: Any) -> None:
+    """Raises ValueError where the steps of a checkpoint's run learnt from more or from fewer rows than the trainer's
+    do: steps count which rows are learnt and where the schedule stands. A run that does not say is not compared."""
+    was, is_now = read_record(checkpoint).get("step", {}), step_of(trainer)
+    if trainer.args.auto_find_batch_size or was in ({}, is_now):  # the Trainer restores a size that it found
+        return
+    raise ValueError(
+        f"{checkpoint}: a step of its run learns from {was['rows']} rows of up to {was['max_length']} tokens, and"
+        f" {is_now['rows']} of {is_now['max_length']} are asked for now; expected the same. Resume with its --max-length,"
+        " and with --batch-size times --accumulate times the processes as then."
+    )
+
+
 def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError where a weight that is about to be written to `folder` is NaN or infinite."""
     for name, weight in weights.items():
@@ -240,9 +260,8 @@ def note_training(trainer: Any) -> None:
     args, state = trainer.args, trainer.state
     step = state.global_step if trainer.saved_step is None else trainer.saved_step
     facts, reach = trainer.drafter.card_facts.training, trainer.position_reach
-    batch = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
     facts |= {
-        "Steps": f"{step:,} of {batch} sequences of up to {args.max_length:,} tokens"
+        "Steps": f"{step:,} of {step_of(trainer)['rows']} sequences of up to {args.max_length:,} tokens"
         f"{f', positions spread up to {reach:,}' if reach else ''}",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
         f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",

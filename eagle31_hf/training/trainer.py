@@ -27,7 +27,7 @@ from .loss_mask import loss_denominators
 from .objective import Batch, DraftingObjective
 from .packing import COLUMNS, Collator, Example, PackedExamples
 from .read_ahead import States, StatesAhead, TrainingBatches
-from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, last_checkpoint
+from .saving import CHECK_EVERY, changed_since, check_data, check_divergence, check_step, last_checkpoint
 from .target import TargetReader, ends_behind, shard
 
 logger = logging.get_logger(__name__)
@@ -91,8 +91,8 @@ class Eagle31Trainer(CheckpointingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains as `Trainer.train`; `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
-        end. Raises ValueError where there is none, or its run began with other data than `facts` tell of,
-        TrainingDivergedError where the run diverges."""
+        end. Raises ValueError where there is none, or its run began with other data than `facts` tell of, or with
+        steps of another size; TrainingDivergedError where the run diverges."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -101,6 +101,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 )
         if resume_from_checkpoint:
             check_data(resume_from_checkpoint, self.facts.get("data"))
+            check_step(resume_from_checkpoint, self)
             was = changed_since(resume_from_checkpoint, self.learnt_by())
             if was:
                 logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", was)

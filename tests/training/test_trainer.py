@@ -242,6 +242,23 @@ def test_a_run_is_resumed_with_what_its_facts_tell_of(tmp_path):
         trainer(data).train(resume_from_checkpoint=True)
 
 
+def test_a_run_is_resumed_by_steps_of_its_own_size_alone(tmp_path):
+    def trainer(rows, accumulated, **options):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated}
+        return make_trainer(tmp_path, **PLAIN | SAVING | sizes | options)
+
+    trainer(1, 4, max_steps=1).train()
+    for rows, accumulated, options in ((1, 1, {}), (2, 4, {}), (2, 2, {"max_length": 40})):
+        with pytest.raises(ValueError, match=r"from 4 rows of up to 64 tokens, and \d of \d\d are asked for now"):
+            trainer(rows, accumulated, **options).train(resume_from_checkpoint=True)
+    assert trainer(2, 2, max_steps=2).train(resume_from_checkpoint=True).global_step == 2
+    record = tmp_path / "checkpoint-2" / "training.json"
+    told = json.loads(record.read_text())
+    del told["step"]  # a run of before it was written
+    record.write_text(json.dumps(told))
+    assert trainer(1, 4, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
+
+
 def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trainer_logger, "propagate", True)
     options = PLAIN | {"save_strategy": "steps", "save_steps": 2}
