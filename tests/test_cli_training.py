@@ -162,6 +162,19 @@ def test_a_run_is_not_resumed_with_other_data(capsys, folder, begun, data, argum
     assert contents(begun) == before
 
 
+def test_a_run_is_not_resumed_by_other_steps(capsys, folder, begun):
+    before = contents(begun)
+    same = ["--max-samples", "28", "--resume", "--steps", "3"]
+    status, out, err = trained(capsys, folder, *same, "--accumulate", "3")
+    assert (status, out) == (2, "")
+    said = "checkpoint-2: a step of its run learns from 2 x 40 tokens, and 6 x 40 tokens is asked for now; expected the"
+    assert said in err.splitlines()[-1]
+    assert "loading" not in err
+    assert contents(begun) == before
+    status, _, err = trained(capsys, folder, *same, "--batch-size", "1", "--accumulate", "2")
+    assert status == 0, err
+
+
 def test_a_run_is_resumed_with_its_data_wherever_it_lies(capsys, folder, begun, monkeypatch):
     (folder / "elsewhere").mkdir()
     lines = (folder / "texts.jsonl").read_text()

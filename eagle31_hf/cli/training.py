@@ -22,7 +22,7 @@ from ..training.recipe import (
     log_in_lines,
 )
 from ..training.records import check_apart
-from ..training.saving import check_data
+from ..training.saving import check_data, check_step
 from ..training.store import read_manifest
 from ..training.target import StoredTarget
 from ..training.trainer import Eagle31Trainer
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace, settings: Any, options: Any) -> int:
     tokenizer = load_tokenizer(args.target, args.revision)
     stored = stored_target(args)
     if checkpoint is not None:
+        check_step(checkpoint, settings)
         once(lambda: check_data(checkpoint, asked_data(args.data, args.eval_data, options)))
     # what answers, or is calibrated on, runs in each process by itself
     in_parts = settings.shard_target and not (options.regenerate or args.upgrade)

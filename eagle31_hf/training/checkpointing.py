@@ -172,7 +172,7 @@ class CheckpointingTrainer(Trainer):
         if state_dict is not None:
             state_dict = {name.removeprefix("drafter."): value for name, value in state_dict.items()}
         saving.note_training(self)
-        facts = self.facts | {"optimizer": self.optimizer_names, "step": saving.step_of(self)}
+        facts = self.facts | {"optimizer": self.optimizer_names, "step": saving.step_of(self.args)}
         saving.write_record(folder, self.drafter, self.learnt_by(), facts)
         self.drafter.save_pretrained(folder, state_dict=state_dict)
         saving.write_card(folder, self.drafter, self.hub_model_id)

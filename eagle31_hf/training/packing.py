@@ -30,8 +30,8 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     if len(lengths) and max(lengths) > max_length:
         index = lengths.index(max(lengths))
         raise ValueError(
-            f"row {index} has {lengths[index]} tokens; expected at most {max_length}. Cut rows to the length of the"
-            " packs."
+            f"row {index} has {lengths[index]} tokens; expected at most {max_length}, the max_length. Cut rows to"
+            " the length of the packs, or raise it."
         )
     packs: list[list[int]] = []
     by_room: dict[int, list[list[int]]] = defaultdict(list)

@@ -3,7 +3,6 @@ weights are no longer finite, or its gradients with no scale of fp16."""
 
 import errno
 import json
-import logging
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, sort_checkpoints
+from transformers.utils import logging
 
 from .. import vocab
 from ..configuration import FIELDS, Eagle31Config
@@ -29,7 +29,7 @@ from ..modeling import Eagle31DrafterModel
 from ..storage.fingerprints import digest
 from ..storage.folders import write_json
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 RECORD = "training.json"
 # facts of the data that a run keeps when it is resumed: what another value means, and the options it follows from
 KEPT = {
@@ -118,24 +118,30 @@ def check_data(checkpoint: str | Path, data: Any) -> None:
             )
 
 
-def step_of(trainer: Any) -> dict[str, int]:
-    """Returns what a step of the optimizer learns from: `rows`, over all processes, of up to `max_length` tokens."""
-    args = trainer.args
-    rows = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return {"rows": rows, "max_length": args.max_length}
+def step_of(args: Any) -> dict[str, int | None]:
+    """Returns what a step of the optimizer learns from, by `Eagle31TrainingArguments`: `rows`, over all processes; they
+    are packed with up to `max_length` tokens, or texts (None)."""
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return {"rows": rows, "max_length": args.max_length if args.packing else None}
 
 
-def check_step(checkpoint: str | Path, trainer: Any) -> None:
-    """Raises ValueError where the steps of a checkpoint's run learnt from more or from fewer rows than the trainer's
-    do: steps count which rows are learnt and where the schedule stands. A run that does not say is not compared."""
-    was, is_now = read_record(checkpoint).get("step", {}), step_of(trainer)
-    if trainer.args.auto_find_batch_size or was in ({}, is_now):  # the Trainer restores a size that it found
-        return
-    raise ValueError(
-        f"{checkpoint}: a step of its run learns from {was['rows']} rows of up to {was['max_length']} tokens, and"
-        f" {is_now['rows']} of {is_now['max_length']} are asked for now; expected the same. Resume with its --max-length,"
-        " and with --batch-size times --accumulate times the processes as then."
-    )
+def said_of(step: Mapping[str, Any]) -> str:
+    return f"{step['rows']} x {step['max_length']} tokens" if step["max_length"] else f"{step['rows']} x a text"
+
+
+def check_step(checkpoint: str | Path, args: Any) -> None:
+    """Raises ValueError where the steps of a checkpoint's run learnt from more or from less than those of `args` do:
+    steps count which rows are learnt, and where the schedule stands. Warns of a run that does not say."""
+    was, is_now = read_record(checkpoint).get("step"), step_of(args)
+    if not isinstance(was, dict) or was.keys() != is_now.keys():
+        found = "its run does not say how much a step learns from (before there was a record of it: 8 rows by default)"
+        logger.warning_once("%s: %s; it goes on by steps of %s.", checkpoint, found, said_of(is_now))
+    elif was != is_now:
+        raise ValueError(
+            f"{checkpoint}: a step of its run learns from {said_of(was)}, and {said_of(is_now)} is asked for now;"
+            " expected the same. Resume with the --max-length of then, and as many rows: --batch-size times"
+            " --accumulate times the number of processes."
+        )
 
 
 def check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -260,8 +266,9 @@ def note_training(trainer: Any) -> None:
     args, state = trainer.args, trainer.state
     step = state.global_step if trainer.saved_step is None else trainer.saved_step
     facts, reach = trainer.drafter.card_facts.training, trainer.position_reach
+    batch = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
     facts |= {
-        "Steps": f"{step:,} of {step_of(trainer)['rows']} sequences of up to {args.max_length:,} tokens"
+        "Steps": f"{step:,} of {batch} sequences of up to {args.max_length:,} tokens"
         f"{f', positions spread up to {reach:,}' if reach else ''}",
         "Loss": f"{args.loss}, {args.depth} deep, normalised by {args.normalisation},"
         f" {'of all tokens, prompts too' if args.train_prompts else f'loss mask: {args.loss_mask}'}",

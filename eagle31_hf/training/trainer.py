@@ -101,7 +101,7 @@ class Eagle31Trainer(CheckpointingTrainer):
                 )
         if resume_from_checkpoint:
             check_data(resume_from_checkpoint, self.facts.get("data"))
-            check_step(resume_from_checkpoint, self)
+            check_step(resume_from_checkpoint, self.args)
             was = changed_since(resume_from_checkpoint, self.learnt_by())
             if was:
                 logger.warning("the run was begun with another loss, and goes on with what is asked for now: %s.", was)

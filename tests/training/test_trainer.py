@@ -3,6 +3,7 @@ would measure."""
 
 import itertools
 import json
+import shutil
 import threading
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -242,21 +243,31 @@ def test_a_run_is_resumed_with_what_its_facts_tell_of(tmp_path):
         trainer(data).train(resume_from_checkpoint=True)
 
 
-def test_a_run_is_resumed_by_steps_of_its_own_size_alone(tmp_path):
+def test_a_run_is_resumed_by_steps_of_its_own_size_alone(tmp_path, caplog):
     def trainer(rows, accumulated, **options):
-        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated}
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated, "packing": True}
         return make_trainer(tmp_path, **PLAIN | SAVING | sizes | options)
 
     trainer(1, 4, max_steps=1).train()
-    for rows, accumulated, options in ((1, 1, {}), (2, 4, {}), (2, 2, {"max_length": 40})):
-        with pytest.raises(ValueError, match=r"from 4 rows of up to 64 tokens, and \d of \d\d are asked for now"):
+    record = tmp_path / "checkpoint-1" / "training.json"
+    told = json.loads(record.read_text())
+    others = {
+        "1 x 64 tokens": (1, 1, {}),
+        "8 x 64 tokens": (2, 4, {"auto_find_batch_size": True}),
+        "4 x 40 tokens": (2, 2, {"max_length": 40}),
+        "4 x a text": (2, 2, {"packing": False}),
+    }
+    for asked, (rows, accumulated, options) in others.items():
+        with pytest.raises(ValueError, match=f"learns from 4 x 64 tokens, and {asked} is asked for now; expected the"):
             trainer(rows, accumulated, **options).train(resume_from_checkpoint=True)
     assert trainer(2, 2, max_steps=2).train(resume_from_checkpoint=True).global_step == 2
-    record = tmp_path / "checkpoint-2" / "training.json"
-    told = json.loads(record.read_text())
-    del told["step"]  # a run of before it was written
-    record.write_text(json.dumps(told))
-    assert trainer(1, 4, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
+    assert "does not say" not in caplog.text
+    for number, damaged in enumerate(({}, {"step": None}, {"step": {"rows": 4}}, {"step": [4, 64]})):
+        record.write_text(json.dumps({name: told[name] for name in told if name != "step"} | damaged))
+        earlier = tmp_path / f"checkpoint-{10 + number}"
+        shutil.copytree(record.parent, earlier)
+        assert trainer(1, 4, max_steps=1).train(resume_from_checkpoint=str(earlier)).global_step == 1
+        assert f"{earlier}: its run does not say how much a step learns from" in caplog.text
 
 
 def test_a_run_resumed_with_another_loss_says_so(tmp_path, monkeypatch, caplog):
