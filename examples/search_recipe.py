@@ -42,14 +42,9 @@ IDEAS = {
         for decay in (0.0, 0.1)
         if (rate, decay) != (2e-2, 0.0)
     },
-    # how much it learns from before each step; take as many steps as make the same tokens
+    # how much a step learns from; --steps says how many make the same tokens
     **{f"eagle31 train, {n * LENGTH:,} tokens a step": replace(LIBRARY, batch=n) for n in (2, 4, 16, 32, 64)},
-    **{
-        f"eagle31 train, {texts * LENGTH:,} tokens a step, Muon {rate:g}": replace(
-            LIBRARY, batch=texts, matrix_rate=rate
-        )
-        for texts, rate in ((2, 1e-2), (4, 1e-2), (32, 4e-2), (64, 4e-2))
-    },
+    "eagle31 train, 8,192 tokens a step, Muon 0.04": replace(LIBRARY, batch=32, matrix_rate=4e-2),
     # optimizer: rates, torch's adjustment of Muon's rate, decay, averages
     "AdamW 0.001": ADAMW,
     "AdamW 0.004": replace(ADAMW, rate=4e-3),

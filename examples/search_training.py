@@ -39,8 +39,9 @@ class Recipe:
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
     `layers`: see `layer_ids_of`. `head`: it is trained.
-    `parallel`: see `ParallelDrafts`. `batch`: texts of a step. `fields` of `Eagle31Config` win. `library`: the library
-    trains, by `rate`, `matrix_rate`, `weight_decay`, `batch` and `fields` of all these (`trained_by_the_library`).
+    `parallel`: see `ParallelDrafts`. `batch`: texts of a step, at most BATCH or a multiple of it. `fields` of
+    `Eagle31Config` win. `library`: the library trains (`trained_by_the_library`), by `rate`, `matrix_rate`,
+    `weight_decay`, `batch` and `fields` of all these.
     """
 
     rate: float = 1e-3
