@@ -126,6 +126,7 @@ def step_of(args: Any) -> dict[str, int | None]:
 
 
 def said_of(step: Mapping[str, Any]) -> str:
+    """Returns a step as messages name it, as in `8 x 2048 tokens`."""
     return f"{step['rows']} x {step['max_length']} tokens" if step["max_length"] else f"{step['rows']} x a text"
 
 
