@@ -39,9 +39,9 @@ class Recipe:
     `ema`: decay of the average of weights that is served. `texts`: see `Material.training_texts`; with `all_tokens`
     their prompts are learnt, too; `joined`: how many lie end to end, see `joined`. `start`: see `search_fit.START`.
     `layers`: see `layer_ids_of`. `head`: it is trained.
-    `parallel`: see `ParallelDrafts`. `batch`: texts of a step, at most BATCH or a multiple of it. `fields` of
-    `Eagle31Config` win. `library`: the library trains (`trained_by_the_library`), by `rate`, `matrix_rate`,
-    `weight_decay`, `batch` and `fields` of all these.
+    `parallel`: see `ParallelDrafts`. `fields` of `Eagle31Config` win. `library`: `trained_by_the_library` trains, by
+    `rate`, `matrix_rate`, `weight_decay` and `fields` of all these switches, and by `batch`, its texts of a step: at
+    most BATCH or a multiple of it.
     """
 
     rate: float = 1e-3
@@ -211,10 +211,9 @@ def trained(material: Material, recipe: Recipe, seed: int, steps: int) -> tuple[
     draw, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     loss, began = 0.0, time.process_time()
     for step in range(steps):
-        if len(order) < recipe.batch:
+        if len(order) < BATCH:
             order = torch.cat([order, torch.randperm(len(texts.ids), generator=draw)])
-        drawn, order = order[: recipe.batch], order[recipe.batch :]
-        batch = joined(texts.batch(drawn, recipe.all_tokens), recipe.joined)
+        batch, order = joined(texts.batch(order[:BATCH], recipe.all_tokens), recipe.joined), order[BATCH:]
         set_rates(optimizers, peaks, rate_factor(recipe, step, steps))
         found = training_step(objective, optimizers, batch, step / steps)
         loss = loss + 0.05 * (found - loss) if step else found

@@ -37,6 +37,7 @@ LEFT_BEHIND = (
     " with them; else begin anew. A drafter that was to be replaced is kept, by then in {output}/eagle31-replaced."
 )
 SAME = ("depth", "loss", "max_length", "learning_rate", "bf16", "seed", "report_to")  # as the trainer's arguments
+USUAL = Eagle31TrainingArguments  # whose defaults are the command's, too
 ANSWER_BATCH_SIZE = 32
 SELF_PROMPTS = 10_000  # chats where there is no data: some 4 million tokens
 
@@ -237,14 +238,15 @@ def add_train(parser: Parser) -> None:
     parser.add_option("--head", ("target", "scratch"), "target", "how a new drafter's head begins")
     parser.add("--draft-vocab-size", positive, "tokens a new drafter can propose, the most frequent (default: all)")
     parser.add_several("--field", config_field, "a field of Eagle31Config that wins")
-    parser.add_option("--depth", positive, 4, "steps unrolled")
+    parser.add_option("--depth", positive, USUAL.depth, "steps unrolled")
     what = "kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, ce, or a mixture of them"
-    parser.add_option("--loss", str, "kl=0.9,ce=0.1", what)
-    parser.add_option("--max-length", positive, 2048, "tokens of a packed row")
-    parser.add_option("--epochs", number(0, above=True), 2.0)
+    parser.add_option("--loss", str, USUAL.loss, what)
+    parser.add_option("--max-length", positive, USUAL.max_length, "tokens of a packed row")
+    parser.add_option("--epochs", number(0, above=True), USUAL.num_train_epochs)
     parser.add("--steps", positive, "instead of epochs")
-    parser.add_option("--batch-size", positive, 1, "packed rows of each process")
-    parser.add_option("--accumulate", positive, 1, "batches of each process that a step learns from")
+    parser.add_option("--batch-size", positive, USUAL.per_device_train_batch_size, "packed rows of each process")
+    what = "batches of each process that a step learns from"
+    parser.add_option("--accumulate", positive, USUAL.gradient_accumulation_steps, what)
     rate = {"metavar": "RATE", "default": argparse.SUPPRESS}  # None is a value
     what = "of Muon, which trains the matrices of fc and layers; none: AdamW trains them too"
     parser.add("--matrix-learning-rate", rate_or_none, f"{what} (default: 0.02; with --drafter a tenth of it)", **rate)

@@ -135,7 +135,7 @@ def check_step(checkpoint: str | Path, args: Any) -> None:
     steps count which rows are learnt, and where the schedule stands. Warns of a run that does not say."""
     was, is_now = read_record(checkpoint).get("step"), step_of(args)
     if not isinstance(was, dict) or was.keys() != is_now.keys():
-        found = "its run does not say how much a step learns from (before there was a record of it: 8 rows by default)"
+        found = "its run does not say how much a step learns from (before it was recorded, eagle31 train took 8 rows)"
         logger.warning_once("%s: %s; it goes on by steps of %s.", checkpoint, found, said_of(is_now))
     elif was != is_now:
         raise ValueError(

@@ -71,17 +71,28 @@ def test_each_optimizer_has_its_parameters_once(material):
     assert sorted(map(id, of[0] + of[1])) == sorted(id(p) for p in drafter.parameters() if p.requires_grad)
 
 
-def test_a_row_of_the_library_is_trained_by_its_own_trainer(material, monkeypatch):
-    """By its defaults but for rates and decay, which are the recipe's; the drafter has learnt afterwards."""
+@pytest.mark.parametrize(
+    ("idea", "tokens", "rates"),
+    [
+        ("eagle31 train, Muon 0.01, decay 0.1", 2048, (0.01, 0.004, 0.1)),
+        ("eagle31 train, 512 tokens a step", 512, (0.02, 0.004, 0.0)),
+        ("eagle31 train, 8,192 tokens a step, Muon 0.04", 8192, (0.04, 0.004, 0.0)),
+    ],
+)
+def test_a_row_of_the_library_is_trained_by_its_own_trainer(material, monkeypatch, idea, tokens, rates):
+    """By its defaults but for rates, decay and the size of a step, which are the recipe's; the drafter has learnt
+    afterwards."""
     seen = []
     monkeypatch.setattr(
         search_training, "Eagle31Trainer", lambda *args, **kwargs: seen.append(args) or Trainer(*args, **kwargs)
     )
-    recipe = search_recipe.IDEAS["eagle31 train, Muon 0.01, decay 0.1"]
+    recipe = search_recipe.IDEAS[idea]
     drafter, figures = search_training.trained(material, recipe, seed=0, steps=4)
     [(begun, args, examples)] = seen
     assert begun is drafter
-    assert (args.matrix_learning_rate, args.learning_rate, args.weight_decay) == (0.01, 0.004, 0.1)
+    assert (args.matrix_learning_rate, args.learning_rate, args.weight_decay) == rates
+    texts = search_material.BATCH * search_material.LENGTH * tokens // 2048  # they are shorter in this test
+    assert args.max_length * args.gradient_accumulation_steps * args.train_batch_size == texts
     usual = Eagle31TrainingArguments("anywhere", use_cpu=True)
     assert all(getattr(args, name) == getattr(usual, name) for name in ("depth", "depth_decay", "loss", "warmup_steps"))
     assert (args.max_steps, len(examples)) == (4, FEW["NUM_TEXTS"])
